@@ -1,0 +1,1 @@
+"""The run itself: what every rank executes."""

@@ -1,0 +1,1 @@
+"""Moving bytes: MPI, the mailbox, weight channels."""

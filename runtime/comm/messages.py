@@ -1,0 +1,275 @@
+"""Every message between controller, agents and trainer ranks, and the one codec all of them use.
+
+A message is a header (MessagePack, typed, unknown kinds refused) and flat arrays beside it: frames[0] is the header,
+frames[1:] the arrays in the order the header names them. The mailbox sends the frames as one zmq multipart message,
+`comm.world` as MPI messages, `state` as one file. Nothing is unpickled anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from runtime.types import Completion, Group, GroupAddress, Lease, Manifest, Record, Share
+
+T = TypeVar("T")
+Frame = bytes | memoryview | bytearray
+
+# ---- controller -> agent -----------------------------------------------------------------------------------------
+
+
+class Work(Record, frozen=True, kw_only=True, tag="work"):
+    """Run these leases; each ends in a Finished."""
+
+    leases: tuple[Lease, ...]
+
+
+class Drop(Record, frozen=True, kw_only=True, tag="drop"):
+    """Forget these leases: nobody waits for them."""
+
+    numbers: tuple[int, ...]
+
+
+class Connect(Record, frozen=True, kw_only=True, tag="connect"):
+    """Let these engines join a weight group; answered by a Reply."""
+
+    request: int
+    address: GroupAddress
+    ranks: dict[int, int]
+    """Engine id -> its rank in the group."""
+
+
+class Receive(Record, frozen=True, kw_only=True, tag="receive"):
+    """Pause these engines and let them receive a push over a group they are in; answered by a Reply."""
+
+    request: int
+    group: str
+    manifest: Manifest
+    version: int
+    engines: tuple[int, ...]
+
+
+class Commit(Record, frozen=True, kw_only=True, tag="commit"):
+    """Compare checksums with the digests, stamp the version, continue generation; answered by a Reply."""
+
+    request: int
+    version: int
+    digests: dict[str, str]
+    """Empty: do not compare."""
+    engines: tuple[int, ...]
+
+
+class Disconnect(Record, frozen=True, kw_only=True, tag="disconnect"):
+    """Leave a weight group; answered by a Reply."""
+
+    request: int
+    group: str
+    engines: tuple[int, ...]
+
+
+class Restart(Record, frozen=True, kw_only=True, tag="restart"):
+    """End and start again these engines; each reports an EngineReady."""
+
+    engines: tuple[int, ...]
+    reason: str
+
+
+class AskJournal(Record, frozen=True, kw_only=True, tag="ask_journal"):
+    """Answered by a Journal."""
+
+    request: int
+
+
+class StopAgent(Record, frozen=True, kw_only=True, tag="stop"):
+    """End engines and yourself."""
+
+
+# ---- agent -> controller -----------------------------------------------------------------------------------------
+
+
+class Hello(Record, frozen=True, kw_only=True, tag="hello"):
+    """First message of an agent."""
+
+    node: int
+    rank: int
+
+
+class EngineReady(Record, frozen=True, kw_only=True, tag="engine_ready"):
+    """An engine answers; it holds no weights of this run yet."""
+
+    engine: int
+    model: str
+    can: tuple[str, ...]
+    """Of: seed, spans, experts, sleep, lora."""
+
+
+class EngineDown(Record, frozen=True, kw_only=True, tag="engine_down"):
+    """An engine died, hung or failed; its agent is starting it again, its generate calls wait."""
+
+    engine: int
+    reason: str
+    restarts: int
+    """Restarts of this slot since a group was last finished."""
+
+
+class Finished(Record, frozen=True, kw_only=True, tag="finished"):
+    """One lease is done."""
+
+    group: Group
+    purpose: str
+    seconds: float
+    """From lease to finish, on the agent's clock."""
+
+
+class Journal(Record, frozen=True, kw_only=True, tag="journal"):
+    request: int
+    journals: dict[int, tuple[tuple[Completion, ...], ...]]
+    """Lease number -> per sample, the completions made so far."""
+
+
+class Reply(Record, frozen=True, kw_only=True, tag="reply"):
+    """An order was carried out; failures name engines and why."""
+
+    request: int
+    failures: dict[int, str] = {}
+
+
+class Fault(Record, frozen=True, kw_only=True, tag="fault"):
+    """An agent met something it cannot handle: the attempt ends."""
+
+    node: int
+    kind: str
+    message: str
+    traceback: str
+
+
+ToAgent = Work | Drop | Connect | Receive | Commit | Disconnect | Restart | AskJournal | StopAgent
+FromAgent = Hello | EngineReady | EngineDown | Finished | Journal | Reply | Fault
+
+# ---- controller -> trainer ranks (MPI): one stream of commands, each answered by every rank it was sent to ---------
+
+
+class Train(Record, frozen=True, kw_only=True, tag="train"):
+    share: Share
+
+
+class OpenGroup(Record, frozen=True, kw_only=True, tag="open_group"):
+    """Trainer rank 0: listen for a weight group; answered by Opened."""
+
+    name: str
+    world_size: int
+
+
+class JoinGroup(Record, frozen=True, kw_only=True, tag="join_group"):
+    """Trainer rank 0: wait, bounded, until the group opened last is complete."""
+
+    name: str
+
+
+class CloseGroup(Record, frozen=True, kw_only=True, tag="close_group"):
+    name: str
+
+
+class Describe(Record, frozen=True, kw_only=True, tag="describe"):
+    """Answered by Described."""
+
+
+class Push(Record, frozen=True, kw_only=True, tag="push"):
+    """Send all weights over a group; answered by Pushed."""
+
+    group: str
+    version: int
+
+
+class Save(Record, frozen=True, kw_only=True, tag="save"):
+    """Write this rank set's shards into a folder."""
+
+    path: str
+
+
+class Export(Record, frozen=True, kw_only=True, tag="export"):
+    """Write a Hugging Face folder."""
+
+    path: str
+
+
+class StopTrainer(Record, frozen=True, kw_only=True, tag="stop"):
+    pass
+
+
+# ---- trainer ranks -> controller ---------------------------------------------------------------------------------
+
+
+class Trained(Record, frozen=True, kw_only=True, tag="trained"):
+    metrics: dict[str, float]
+
+
+class Opened(Record, frozen=True, kw_only=True, tag="opened"):
+    address: GroupAddress
+
+
+class Described(Record, frozen=True, kw_only=True, tag="described"):
+    manifest: Manifest
+
+
+class Pushed(Record, frozen=True, kw_only=True, tag="pushed"):
+    digests: dict[str, str]
+
+
+class Done(Record, frozen=True, kw_only=True, tag="done"):
+    """JoinGroup, CloseGroup, Save, Export and StopTrainer went well."""
+
+
+class Failed(Record, frozen=True, kw_only=True, tag="failed"):
+    """A weight group could not be formed or broke; anything else ends the rank."""
+
+    reason: str
+
+
+Command = Train | OpenGroup | JoinGroup | CloseGroup | Describe | Push | Save | Export | StopTrainer
+Answer = Trained | Opened | Described | Pushed | Done | Failed
+
+# ---- codec -------------------------------------------------------------------------------------------------------
+
+
+def encode(message: msgspec.Struct) -> list[Frame]:
+    """A message as frames: the header, then each array's bytes (no copy where the array is contiguous)."""
+    arrays: list[Frame] = []
+
+    def hook(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            flat = np.ascontiguousarray(value)
+            arrays.append(flat.reshape(-1).view(np.uint8).data)
+            return (len(arrays), flat.dtype.str, value.shape)
+        if isinstance(value, np.generic):
+            return value.item()
+        raise NotImplementedError(f"no wire form for {type(value).__name__}")
+
+    header = msgspec.msgpack.encode(message, enc_hook=hook)
+    return [header, *arrays]
+
+
+def decode(frames: Sequence[Frame], kind: Any) -> Any:
+    """The message in these frames.
+
+    Args:
+        frames: what `encode` gave, after transport.
+        kind: the type, or union of types, that may be in there.
+
+    Raises:
+        msgspec.ValidationError: not of that type, or array sizes that do not match the frames.
+    """
+
+    def hook(wanted: type, value: Any) -> Any:
+        if wanted is not np.ndarray:
+            raise NotImplementedError(f"no wire form for {wanted}")
+        number, dtype, shape = value
+        if not 0 < number < len(frames):
+            raise ValueError(f"array {number} of {len(frames) - 1}")
+        flat = np.frombuffer(frames[number], dtype=np.dtype(dtype))
+        return flat.reshape(shape)
+
+    return msgspec.msgpack.decode(frames[0], type=kind, dec_hook=hook)

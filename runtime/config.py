@@ -1,0 +1,230 @@
+"""The configuration tree: what a run is (RunConfig) and where it runs (SiteConfig).
+
+Frozen and keyword-only; unknown keys are errors. It is never passed whole below `runtime.main`: a function takes the
+part it uses. Files are read, merged and checked by `runtime.load`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, field
+
+Positive = Annotated[int, Meta(ge=1)]
+NonNegative = Annotated[int, Meta(ge=0)]
+Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
+PositiveFloat = Annotated[float, Meta(gt=0.0)]
+NonNegativeFloat = Annotated[float, Meta(ge=0.0)]
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every part of the tree."""
+
+
+class Model(Section, frozen=True, kw_only=True):
+    path: str
+    """Hugging Face folder: config.json, safetensors and tokenizer files."""
+
+
+class Models(Section, frozen=True, kw_only=True):
+    policy: Model
+    """The model that is trained."""
+
+
+class Sampling(Section, frozen=True, kw_only=True):
+    temperature: NonNegativeFloat = 1.0
+    """0 is greedy. The log-probs that are stored are those of the distribution that was sampled from."""
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    top_k: int = -1
+    """-1: all tokens."""
+    max_new_tokens: Positive = 256
+    ignore_eos: bool = False
+
+
+class DataSet(Section, frozen=True, kw_only=True):
+    path: str
+    """JSON lines: {"messages": [...] or "prompt": "...", "answer": ..., "metadata": {...}}."""
+    name: str = ""
+    """How metrics and prompt ids call it; empty: the file's name without its suffix."""
+    environment: str = "single_turn"
+    """A file in runtime/rollout/environments, or a dotted path."""
+    environment_options: dict[str, Any] = {}
+    reward: str = "exact_match"
+    """A file in runtime/rollout/rewards, or a dotted path."""
+    reward_options: dict[str, Any] = {}
+    shuffle: bool = True
+    """A new order each epoch, drawn from the run's seed."""
+
+
+class Filters(Section, frozen=True, kw_only=True):
+    drop_equal_rewards: bool = False
+    """Drop a group whose rewards have no spread (DAPO's dynamic sampling, arXiv 2503.14476): its gradient is zero."""
+
+
+class Rollout(Section, frozen=True, kw_only=True):
+    engine: str = "embedded"
+    """A file in runtime/rollout/engines."""
+    engine_options: dict[str, Any] = {}
+    """Checked by the engine's Config."""
+    gpus_per_engine: Positive = 1
+    """On a site without GPUs: how many of the node's CPU slots an engine takes."""
+    num_prompts: Positive
+    """Groups in a batch, that is: prompts per step."""
+    num_samples: Positive
+    """Answers to each prompt: the size of a group."""
+    sampling: Sampling = field(default_factory=Sampling)
+    filters: Filters = field(default_factory=Filters)
+    max_concurrent: Positive = 256
+    """Samples an agent runs at the same time."""
+    reward_workers: Positive = 1
+    """Processes an agent computes rewards in."""
+    reward_timeout_s: PositiveFloat = 30.0
+    """A reward that takes longer fails its sample."""
+
+
+class AlgorithmChoice(Section, frozen=True, kw_only=True):
+    name: str = "grpo"
+    """A file in runtime/trainer/algorithms, or a dotted path."""
+    options: dict[str, Any] = {}
+    """Checked by the algorithm's Config."""
+
+
+class Optimizer(Section, frozen=True, kw_only=True):
+    """AdamW (arXiv 1711.05101)."""
+
+    learning_rate: NonNegativeFloat = 1e-6
+    warmup_updates: NonNegative = 0
+    """Linear from 0 over so many updates, constant after."""
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    clip_norm: NonNegativeFloat = 1.0
+    """Global gradient norm; 0 turns clipping off."""
+
+
+class Trainer(Section, frozen=True, kw_only=True):
+    kind: Literal["fsdp"] = "fsdp"
+    precision: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of forward and backward; masters, gradients' sums and optimizer state are float32."""
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    num_updates: Positive = 1
+    """Optimizer steps a batch is split into."""
+    max_tokens: Positive = 8192
+    """Token budget of a micro-batch; a longer sequence gets its own."""
+    threads: NonNegative = 0
+    """torch threads of a trainer rank on CPU; 0: the node's cores over its trainer ranks and engines."""
+
+
+class Sync(Section, frozen=True, kw_only=True):
+    """How weights reach the engines."""
+
+    channel: Literal["broadcast"] = "broadcast"
+    bucket_bytes: Positive = 256 * 1024 * 1024
+    pause: Literal["abort", "retract", "in_place"] = "retract"
+    """What running requests meet while weights change: end early, drop their KV cache, or keep it."""
+    verify: bool = True
+    """Compare every engine's checksums with the trainer's after each push."""
+    timeout_s: PositiveFloat = 600.0
+
+
+class Cluster(Section, frozen=True, kw_only=True):
+    mode: Literal["split", "colocated"] = "split"
+    num_train_nodes: Positive = 1
+    num_rollout_nodes: NonNegative = 1
+    num_spare_nodes: NonNegative = 0
+
+
+class Staleness(Section, frozen=True, kw_only=True):
+    max_versions: NonNegative = 0
+    """How many versions older than the policy that is trained a group may start; 0 is synchronous."""
+
+
+class Checkpoint(Section, frozen=True, kw_only=True):
+    interval: NonNegative = 10
+    """Steps between checkpoints; 0: only at the end and when told to stop."""
+    keep: Positive = 2
+    """Newest checkpoints kept."""
+    export: bool = True
+    """Write a Hugging Face folder to hf/ at the end."""
+
+
+class EvalSet(DataSet, frozen=True, kw_only=True):
+    num_samples: Positive = 1
+    """Answers to each prompt; pass@k is reported for k = 1 and powers of two up to it."""
+    sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.0))
+    limit: NonNegative = 0
+    """Use only the first so many prompts; 0: all."""
+    shuffle: bool = False
+
+
+class Evaluation(Section, frozen=True, kw_only=True):
+    interval: NonNegative = 0
+    """Steps between evaluations, the first before step 0; 0: none on the way. One at the end if there are sets."""
+    sets: tuple[EvalSet, ...] = ()
+
+
+class Tracking(Section, frozen=True, kw_only=True):
+    tensorboard: bool = True
+    samples_per_step: NonNegative = 32
+    """Trained samples written as text to samples/ each step."""
+
+
+class Limits(Section, frozen=True, kw_only=True):
+    """Every wait has a bound; these are the ones a slow site may want to raise."""
+
+    heartbeat_s: Annotated[float, Meta(ge=1.0)] = 60.0
+    """Silence after which an agent or trainer rank counts as lost. Under 30 s healthy ranks were declared lost."""
+    start_s: PositiveFloat = 900.0
+    """From the start of a rank or engine until it is ready."""
+    rollout_s: PositiveFloat = 3600.0
+    """Without any group finished."""
+    train_s: PositiveFloat = 3600.0
+    """One batch."""
+    engine_restarts: NonNegative = 3
+    """Times one engine slot is restarted without a finished group in between."""
+    attempts: NonNegative = 3
+    """Attempts the supervisor starts after a lost peer or engine without a new step in between."""
+
+
+class RunConfig(Section, frozen=True, kw_only=True):
+    """One experiment."""
+
+    name: Name
+    seed: int = 0
+    num_steps: NonNegative
+    deterministic: bool = False
+    """Bit for bit repeatable, also over kills and resumes; see docs/determinism.md."""
+    models: Models
+    data: tuple[DataSet, ...]
+    rollout: Rollout
+    algorithm: AlgorithmChoice = field(default_factory=AlgorithmChoice)
+    trainer: Trainer = field(default_factory=Trainer)
+    sync: Sync = field(default_factory=Sync)
+    cluster: Cluster = field(default_factory=Cluster)
+    staleness: Staleness = field(default_factory=Staleness)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    tracking: Tracking = field(default_factory=Tracking)
+    limits: Limits = field(default_factory=Limits)
+    site: str = "local"
+    """A file in configs/site, or a path."""
+    runs_dir: str = "runs"
+    """Run folders are made in here."""
+
+
+class SiteConfig(Section, frozen=True, kw_only=True):
+    """What a cluster's scheduler, network and GPUs need; one YAML per site in configs/site."""
+
+    name: Name
+    scheduler: Literal["local"] = "local"
+    gpus_per_node: NonNegative = 0
+    """0: trainer ranks and engines run on the CPU."""
+    cpu_slots_per_node: Positive = 1
+    """Where there are no GPUs: trainer ranks (or engine slots) a node holds."""
+    fabric_interface: str = ""
+    """Network interface whose address peers use; empty: loopback on the local site."""
+    env: dict[str, str] = {}
+    """Environment of every rank and engine."""

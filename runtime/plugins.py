@@ -1,0 +1,81 @@
+"""Finds algorithms, rewards, environments, engines and trainers by file name, or by a dotted path outside the tree.
+
+A plugin is one module. It defines `Config`, a frozen msgspec Struct of its options, and `build(...)`, whose arguments
+its Protocol documents. Importing one must not load torch, so that the launcher can check its options before a job is
+queued (a test imports each in a fresh process).
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import pkgutil
+from types import ModuleType
+from typing import Any, Final
+
+import msgspec
+
+from runtime.errors import ConfigError
+
+PACKAGES: Final[dict[str, str]] = {
+    "algorithm": "runtime.trainer.algorithms",
+    "environment": "runtime.rollout.environments",
+    "reward": "runtime.rollout.rewards",
+    "engine": "runtime.rollout.engines",
+}
+"""Kind of plugin -> the package whose files are its plugins."""
+
+
+def names(kind: str) -> list[str]:
+    """The plugins of one kind that come with the project, sorted."""
+    package = importlib.import_module(PACKAGES[kind])
+    return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_"))
+
+
+def find(kind: str, name: str, where: str) -> ModuleType:
+    """The plugin module called `name`.
+
+    Args:
+        kind: a key of PACKAGES.
+        name: a file name in that package, or the dotted path of a module outside the tree.
+        where: how an error names the place of `name`, such as "run.yaml: algorithm.name".
+
+    Raises:
+        ConfigError: there is no such module; the message lists near matches.
+    """
+    if "." in name:
+        path = name
+    elif name in names(kind):
+        path = f"{PACKAGES[kind]}.{name}"
+    else:
+        near = difflib.get_close_matches(name, names(kind), n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(where, f"no {kind} named {name!r}", f"{hint}choose one of: {', '.join(names(kind))}")
+    try:
+        module = importlib.import_module(path)
+    except ModuleNotFoundError as e:
+        raise ConfigError(where, f"cannot import {kind} {path!r}: {e}", "check the dotted path and PYTHONPATH") from e
+    for needed in ("Config", "build"):
+        if not hasattr(module, needed):
+            raise ConfigError(where, f"module {path!r} is no {kind}: it defines no `{needed}`", "see docs/")
+    return module
+
+
+def options(module: ModuleType, given: dict[str, Any], where: str) -> Any:
+    """The plugin's `Config` made from the options in the run's config.
+
+    Raises:
+        ConfigError: an unknown key, a missing one or a wrong type; the message names the dotted path.
+    """
+    fields = [f.encode_name for f in msgspec.structs.fields(module.Config)]
+    for key in given:
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(fields) or 'none'}"
+            raise ConfigError(f"{where}.{key}", f"unknown key (value {given[key]!r})", hint)
+    try:
+        return msgspec.convert(given, module.Config)
+    except msgspec.ValidationError as e:
+        problem, _, at = str(e).partition(" - at `$")
+        raise ConfigError(where + at.rstrip("`"), problem, "see the plugin's Config") from e

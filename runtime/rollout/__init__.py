@@ -1,0 +1,1 @@
+"""Sampling: agents, engines, environments, rewards."""

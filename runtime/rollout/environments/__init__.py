@@ -1,0 +1,1 @@
+"""One file per environment; a file name is `environment` in a data set."""

@@ -1,0 +1,1 @@
+"""Training: roles, losses, optimizer steps, checkpoints."""
