@@ -183,6 +183,8 @@ class Limits(Section, frozen=True, kw_only=True):
     """Without any group finished."""
     train_s: PositiveFloat = 3600.0
     """One batch."""
+    stop_s: PositiveFloat = 120.0
+    """From the order to stop until the state is saved and the ranks have ended; then they are killed."""
     engine_restarts: NonNegative = 3
     """Times one engine slot is restarted without a finished group in between."""
     attempts: NonNegative = 3

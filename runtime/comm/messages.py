@@ -18,6 +18,20 @@ from runtime.types import Completion, Group, GroupAddress, Lease, Manifest, Reco
 T = TypeVar("T")
 Frame = bytes | memoryview | bytearray
 
+# ---- start: rank 0 -> all, by MPI broadcast ----------------------------------------------------------------------
+
+
+class Bootstrap(Record, kw_only=True, frozen=True, tag="bootstrap"):
+    """What a rank needs to take its place."""
+
+    endpoint: str
+    """Of the mailbox."""
+    public_key: bytes
+    token: bytes
+    resume: str
+    """Folder of the trainer ranks' shards to start from; empty: from the model."""
+
+
 # ---- controller -> agent -----------------------------------------------------------------------------------------
 
 
@@ -135,6 +149,9 @@ class Reply(Record, frozen=True, kw_only=True, tag="reply"):
 
     request: int
     failures: dict[int, str] = {}
+    """Engine id -> why it did not."""
+    mismatched: dict[int, tuple[str, ...]] = {}
+    """Commit only: engine id -> names of the tensors whose checksum is not the trainer's."""
 
 
 class Fault(Record, frozen=True, kw_only=True, tag="fault"):

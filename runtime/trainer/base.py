@@ -33,7 +33,7 @@ class Scores(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Sums = dict[str, "Tensor"]
-"""Metric name -> its sum over the micro-batch; divided like the loss."""
+"""Metric name -> its sum over the micro-batch, divided like the loss; or, if it ends in "_max", its maximum."""
 
 Loss = Callable[[Scores, MicroBatch], tuple["Tensor", Sums]]
 """-> (sum over the micro-batch of weights * per-token loss, sums); tensors of a MicroBatch are torch's here."""
@@ -41,6 +41,8 @@ Loss = Callable[[Scores, MicroBatch], tuple["Tensor", Sums]]
 
 class Algorithm(Protocol):
     needs: frozenset[Need]
+    """What a MicroBatch's extras or Scores must hold. "old", the policy's log-probs at the start of the batch, is left
+    out of a batch with one update, where the current ones, detached, are the same."""
     atom: Literal["sample", "group"]
     """What packing never splits over micro-batches or updates."""
     denominator: Literal["tokens", "answers", "groups", "fixed"]
@@ -64,9 +66,18 @@ class Trainer(Protocol):
         ...
 
     def update(
-        self, share: Sequence[MicroBatch], losses: Mapping[str, Loss], totals: Totals, denominator: str
+        self,
+        share: Sequence[MicroBatch],
+        losses: Mapping[str, Loss],
+        totals: Totals,
+        denominator: str,
+        want: frozenset[str] = frozenset(),
     ) -> dict[str, float]:
-        """One optimizer step; metrics are equal on all ranks."""
+        """One optimizer step; metrics are equal on all ranks. `want` as in `score`; log-probs are always there."""
+        ...
+
+    def all_sum(self, values: Tensor) -> Tensor:
+        """The sum over trainer ranks, on each."""
         ...
 
     def manifest(self) -> Manifest: ...

@@ -1,0 +1,71 @@
+# Sets up, runs and checks the project: `make` lists the targets.
+#
+# PYTHON       the interpreter to build the environment with, 3.11 or newer
+# TORCH_INDEX  a package index to take torch alone from. On Linux the default index serves the CUDA build, which runs on
+#              a CPU too but weighs gigabytes; the CPU build: make venv TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# PYTEST_FLAGS what to tell pytest besides
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+TRL_BIN := .venv-trl/bin
+TRL_STAMP := .venv-trl/installed
+TORCH := $(shell sed -n 's/^\(torch==[0-9.]*\).*/\1/p' constraints/cpu.txt)
+CODE := launcher runtime tests
+PYTEST := $(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+# The checkout is what is imported, whatever else the shell points to.
+export PYTHONPATH := $(CURDIR)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help venv quickstart test check learn kills bench clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+
+venv: $(STAMP)  ## make the environment .venv from pinned constraints
+
+quickstart: $(STAMP)  ## train a tiny model on arithmetic, on this machine, in five minutes
+	$(BIN)/python -m runtime.quickstart --out models/quickstart
+	$(BIN)/python -m launcher submit configs/quickstart.yaml
+
+test: $(STAMP)  ## all tests (15 minutes on 2 cores)
+	$(PYTEST) tests
+
+check: $(STAMP)  ## formatter, linter, types, structure and unit tests (2 minutes)
+	$(BIN)/python -m ruff format --check $(CODE)
+	$(BIN)/python -m ruff check $(CODE)
+	$(BIN)/python -m pyright
+	$(PYTEST) tests/architecture tests/tools tests/unit
+
+learn: $(STAMP)  ## three seeds learn, the two controls do not
+	$(PYTEST) tests -m learn
+
+kills: $(STAMP)  ## twenty kills, each resumed to the same bits
+	$(PYTEST) tests -m kills
+
+bench: $(STAMP) $(TRL_STAMP)  ## speed against TRL and padded generate, growth of memory
+	$(PYTEST) tests -m bench -s
+
+clean:  ## delete environments, caches, runs and made models
+	rm -rf .venv .venv-trl .pytest_cache .ruff_cache .hypothesis .benchmarks build *.egg-info runs models
+	find $(CODE) -name __pycache__ -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints/cpu.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "Python 3.11 or newer is needed, $(PYTHON) is not; name one: make PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "$(PYTHON) cannot make environments; install its venv module: apt install python3-venv" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(if $(TORCH_INDEX),$(BIN)/python -m pip install --no-deps --index-url $(TORCH_INDEX) $(TORCH))
+	$(BIN)/python -m pip install -c constraints/cpu.txt -e '.[local,dev]'
+	@touch $@
+
+$(TRL_STAMP): constraints/trl.txt $(STAMP)
+	$(PYTHON) -m venv .venv-trl
+	$(if $(TORCH_INDEX),$(TRL_BIN)/python -m pip install --no-deps --index-url $(TORCH_INDEX) $(TORCH))
+	$(TRL_BIN)/python -m pip install -c constraints/trl.txt trl transformers torch
+	@touch $@

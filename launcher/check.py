@@ -1,0 +1,145 @@
+"""Everything about a run that can be checked before anything is started or written.
+
+The first mistake is a ConfigError; what may be meant so is a warning.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from launcher import files, plan
+from launcher import site as machine
+from runtime import plugins, topology
+from runtime.config import Cluster, DataSet, RunConfig, SiteConfig
+from runtime.errors import ConfigError
+from runtime.load import Key, Loaded
+
+DETERMINISTIC_ENGINE: Final = "embedded"
+NEED_GROUPS: Final = ("grpo",)
+"""Algorithms whose advantage is the difference to the rest of the group."""
+
+
+def everything(loaded: Loaded, site: SiteConfig) -> list[str]:
+    """Check a run on a site.
+
+    Returns:
+        Warnings.
+
+    Raises:
+        ConfigError: the first mistake found.
+    """
+    config = loaded.config
+    _check_plugins(loaded)
+    _check_mode(loaded)
+    _check_topology(loaded, site)
+    files.check_model(config.models.policy.path, loaded.where("models", "policy", "path"))
+    return [*_sizes(loaded), *_check_data(loaded)]
+
+
+def _datasets(config: RunConfig) -> list[tuple[tuple[Key, ...], DataSet]]:
+    """Training and evaluation sets with their place in the config."""
+    train = [(("data", i), dataset) for i, dataset in enumerate(config.data)]
+    return [*train, *((("evaluation", "sets", i), dataset) for i, dataset in enumerate(config.evaluation.sets))]
+
+
+def _check_plugins(loaded: Loaded) -> None:
+    config = loaded.config
+    wanted: list[tuple[str, str, dict, tuple[Key, ...], str, str]] = [
+        ("algorithm", config.algorithm.name, config.algorithm.options, ("algorithm",), "name", "options"),
+        ("engine", config.rollout.engine, config.rollout.engine_options, ("rollout",), "engine", "engine_options"),
+    ]
+    for path, data in _datasets(config):
+        wanted += [
+            ("environment", data.environment, data.environment_options, path, "environment", "environment_options"),
+            ("reward", data.reward, data.reward_options, path, "reward", "reward_options"),
+        ]
+    for kind, name, options, path, name_key, options_key in wanted:
+        module = plugins.find(kind, name, loaded.where(*path, name_key))
+        plugins.options(module, options, loaded.where(*path, options_key))
+
+
+def _check_mode(loaded: Loaded) -> None:
+    config = loaded.config
+    if config.cluster.mode == "colocated":
+        raise ConfigError(
+            loaded.where("cluster", "mode"), "'colocated' is not available yet", "write cluster.mode: split"
+        )
+    if config.cluster.num_rollout_nodes == 0:
+        raise ConfigError(
+            loaded.where("cluster", "num_rollout_nodes"),
+            f"is 0, but {config.algorithm.name} trains on answers that engines give",
+            "give at least 1",
+        )
+    if config.deterministic and config.rollout.engine != DETERMINISTIC_ENGINE:
+        raise ConfigError(
+            loaded.where("rollout", "engine"),
+            f"{config.rollout.engine!r} does not repeat its log-probs bit for bit, which `deterministic: true` needs",
+            f"write rollout.engine: {DETERMINISTIC_ENGINE}, or deterministic: false",
+        )
+
+
+def _check_topology(loaded: Loaded, site: SiteConfig) -> None:
+    config = loaded.config
+    try:
+        topology.make(config.cluster, config.rollout, site, plan.local_nodes(config))
+    except ConfigError as e:
+        raise ConfigError(loaded.where(*e.where.split(".")), e.problem, e.fix) from None
+    needed = site.gpus_per_node * topology.num_nodes(config.cluster)
+    there = len(machine.visible_gpus()) if needed else 0
+    if needed > there:
+        raise ConfigError(
+            f"site {site.name}: gpus_per_node",
+            f"{_nodes(config.cluster)} nodes with {site.gpus_per_node} GPUs each need {needed} GPUs, "
+            f"this machine has {there}",
+            "lower gpus_per_node in the site file (0 runs on the CPU) or cluster.num_*_nodes",
+        )
+    machine.find_mpiexec()
+
+
+def _nodes(cluster: Cluster) -> str:
+    return f"{cluster.num_train_nodes} training, {cluster.num_rollout_nodes} rollout"
+
+
+def _sizes(loaded: Loaded) -> list[str]:
+    config, warnings = loaded.config, []
+    if config.rollout.num_samples == 1 and config.algorithm.name in NEED_GROUPS:
+        place = loaded.where("rollout", "num_samples")
+        warnings.append(f"{place} is 1: {config.algorithm.name} compares answers to one prompt, so nothing is learned")
+    if config.trainer.num_updates > config.rollout.num_prompts * config.rollout.num_samples:
+        raise ConfigError(
+            loaded.where("trainer", "num_updates"),
+            f"{config.trainer.num_updates} optimizer steps, but a batch has only "
+            f"{config.rollout.num_prompts * config.rollout.num_samples} samples",
+            "lower it, or raise rollout.num_prompts",
+        )
+    return warnings
+
+
+def _check_data(loaded: Loaded) -> list[str]:
+    config = loaded.config
+    if not config.data:
+        raise ConfigError(loaded.where("data"), "is empty", "give at least one data set")
+    names: dict[str, str] = {}
+    for path, data in _datasets(config)[len(config.data) :]:
+        name = files.dataset_name(data)
+        if name in names:
+            raise ConfigError(
+                loaded.where(*path, "name"), f"two evaluation sets are called {name!r}", "give one a `name`"
+            )
+        names[name] = name
+    prompts: dict[tuple[Key, ...], set[bytes]] = {
+        path: files.check_data(data.path, loaded.where(*path, "path")) for path, data in _datasets(config)
+    }
+    train = set().union(*(found for path, found in prompts.items() if path[0] == "data"))
+    warnings = []
+    if len(train) < config.rollout.num_prompts:
+        place = loaded.where("rollout", "num_prompts")
+        warnings.append(f"{place} is {config.rollout.num_prompts}, but there are only {len(train)} different prompts")
+    for path, data in _datasets(config)[len(config.data) :]:
+        shared = len(prompts[path] & train)
+        if shared:
+            warnings.append(
+                f"{loaded.where(*path)}: {shared} of {len(prompts[path])} prompts of {files.dataset_name(data)!r} "
+                "are in the training data too, so its accuracy is not held-out"
+            )
+    return warnings

@@ -1,0 +1,168 @@
+"""The command line: arguments in, exit code out. Imports little, so that help is instant; commands import late."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from runtime.errors import EXIT_CODES, ConfigError
+
+_EPILOG = """\
+examples:
+  python -m launcher submit configs/quickstart.yaml
+  python -m launcher submit run.yaml --set num_steps=200 --set trainer.optimizer.learning_rate=1e-5 --detach
+  python -m launcher plan run.yaml
+  python -m launcher status
+  python -m launcher logs -f --rank 0
+  python -m launcher samples --worst -n 3
+  python -m launcher resume quickstart --set num_steps=100
+
+RUN is a run folder, the beginning of a run's name or id, or nothing for the newest run in --runs (runs/).
+Exit codes: 0 done, 2 something to fix in the config or command, 10 preempted or cancelled, 11 timeout, 12 node failed,
+13 peer lost, 14 engine lost, 15 out of memory, 1 bug. `python -m launcher COMMAND --help` has examples too.
+"""
+
+_SUBMIT = """\
+examples:
+  python -m launcher submit configs/quickstart.yaml
+  python -m launcher submit run.yaml --set seed=1 --set data.0.path=other.jsonl
+  python -m launcher submit run.yaml --detach          (then: status, logs -f, cancel)
+  python -m launcher submit run.yaml --dry-run         (checks everything, starts nothing)
+
+Ctrl-C cancels the run: it saves at the next boundary and ends, `resume` goes on with it. A second Ctrl-C kills it.
+With --detach the run does not depend on the terminal.
+"""
+_PLAN = "example:\n  python -m launcher plan configs/quickstart.yaml --set cluster.num_rollout_nodes=2\n"
+_STATUS = (
+    "examples:\n  python -m launcher status\n  python -m launcher status quickstart\n  python -m launcher status all\n"
+)
+_LOGS = """\
+examples:
+  python -m launcher logs                      (end of every log of the newest run's newest attempt)
+  python -m launcher logs -f                   (follow all of them)
+  python -m launcher logs quickstart --rank 1 -n 200
+  python -m launcher logs --engine 0 --attempt 0
+"""
+_CANCEL = (
+    "example:\n  python -m launcher cancel quickstart\n\nThe run saves and ends; after limits.stop_s it is killed.\n"
+)
+_RESUME = """\
+examples:
+  python -m launcher resume
+  python -m launcher resume quickstart --set num_steps=100 --detach
+
+May change: num_steps, evaluation, tracking, cluster, staleness, limits, checkpoint. Any other change is refused, with a
+diff, unless --accept-changes is given.
+"""
+_SAMPLES = """\
+examples:
+  python -m launcher samples                   (newest step of the newest run)
+  python -m launcher samples quickstart --step 10 --worst -n 3
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code. A user's mistake is one message on stderr and code 2."""
+    args = parser().parse_args(argv)
+    try:
+        return _run(args)
+    except ConfigError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return EXIT_CODES["config"]
+    except BrokenPipeError:  # `... | head` has read enough
+        sys.stderr.close()
+        return 0
+
+
+def _run(args: argparse.Namespace) -> int:
+    from launcher import commands, logs, show
+
+    handlers = {
+        "submit": commands.submit,
+        "plan": commands.show_plan,
+        "resume": commands.resume,
+        "cancel": commands.cancel,
+        "status": show.status,
+        "samples": show.samples,
+        "logs": logs.logs,
+    }
+    return handlers[args.command](args)
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="python -m launcher",
+        description="Train language models with reinforcement learning: start runs and look after them.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, text: str, examples: str) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            epilog=examples,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    submit = add("submit", "check a config, start the run, follow it", _SUBMIT)
+    _add_config(submit)
+    submit.add_argument("--detach", action="store_true", help="return once the run is started")
+    submit.add_argument("--dry-run", action="store_true", help="check and print the plan only")
+    _add_config(add("plan", "print nodes, ranks, roles and the exact command of a run; change nothing", _PLAN))
+
+    status = add("status", "what a run does, or how it ended and what to do", _STATUS)
+    _add_run(status, "as above, or all")
+    _add_logs(add("logs", "print or follow the logs of an attempt", _LOGS))
+    _add_run(add("cancel", "stop a run", _CANCEL))
+
+    resume = add("resume", "go on with a run from its last checkpoint", _RESUME)
+    _add_run(resume)
+    _add_set(resume)
+    resume.add_argument("--accept-changes", action="store_true", help="allow any change of the config")
+    resume.add_argument("--detach", action="store_true", help="return once the run is started")
+
+    samples = add("samples", "print answers the policy gave", _SAMPLES)
+    _add_run(samples)
+    samples.add_argument("--step", type=int, metavar="N", help="of this step (default: the newest)")
+    order = samples.add_mutually_exclusive_group()
+    order.add_argument("--best", action="store_true", help="highest rewards first")
+    order.add_argument("--worst", action="store_true", help="lowest rewards first")
+    samples.add_argument("-n", type=_positive, default=8, metavar="K", help="how many (default: 8)")
+    return top
+
+
+def _add_config(command: argparse.ArgumentParser) -> None:
+    command.add_argument("config", metavar="CONFIG", help="YAML file of the run")
+    _add_set(command)
+    command.add_argument("--site", help="a file in configs/site, or a path (default: the config's `site`)")
+
+
+def _add_set(command: argparse.ArgumentParser) -> None:
+    text = "change one value, written as in YAML; list entries by index: data.0.path=x.jsonl (repeatable)"
+    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=text)
+
+
+def _add_run(command: argparse.ArgumentParser, text: str = "run folder, name or id (default: the newest)") -> None:
+    command.add_argument("run", metavar="RUN", nargs="?", default="", help=text)
+    command.add_argument("--runs", default="runs", metavar="DIR", help="folder of the run folders (default: runs)")
+
+
+def _add_logs(command: argparse.ArgumentParser) -> None:
+    _add_run(command)
+    command.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
+    which = command.add_mutually_exclusive_group()
+    which.add_argument("--rank", type=int, metavar="R", help="only this rank's")
+    which.add_argument("--engine", type=int, metavar="E", help="only this engine's")
+    command.add_argument("--attempt", type=int, metavar="N", help="of this attempt (default: the newest)")
+    command.add_argument("-n", type=_positive, default=20, metavar="LINES", help="last lines of each log (default: 20)")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value

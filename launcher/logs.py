@@ -1,0 +1,61 @@
+"""The logs command: the logs of one attempt, printed or followed."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import deque
+from pathlib import Path
+from typing import Final
+
+from launcher import runs
+from runtime.errors import ConfigError
+
+POLL_S: Final = 0.3
+
+
+def logs(args: argparse.Namespace) -> int:
+    run = runs.find(args.run, Path(args.runs))
+    attempt = runs.last_attempt(run) if args.attempt is None else args.attempt
+    pattern = _pattern(args)
+    files = _files(run, attempt, pattern)
+    if not files and not args.follow:
+        have = ", ".join(f.name for f in _files(run, attempt, "*.log")) or "none"
+        raise ConfigError(f"{run.name}, attempt {attempt}", f"no log {pattern}", f"logs there: {have}")
+    for file in files:
+        print(f"==> {file.relative_to(run)} <==")
+        with file.open(errors="replace") as lines:
+            for line in deque(lines, maxlen=args.n):
+                print(line.rstrip("\n"))
+    if args.follow:
+        _follow(run, None if args.attempt is None else attempt, pattern, {f: f.stat().st_size for f in files})
+    return 0
+
+
+def _pattern(args: argparse.Namespace) -> str:
+    if args.rank is not None:
+        return f"rank-{args.rank}.log"
+    return "*.log" if args.engine is None else f"engine-{args.engine}*.log"
+
+
+def _files(run: Path, attempt: int, pattern: str) -> list[Path]:
+    """Logs of an attempt; the supervisor's goes with all of them."""
+    found = sorted(runs.attempt_dir(run, attempt).glob(pattern))
+    return found + [f for f in [run / "supervisor.log"] if pattern == "*.log" and f.exists()]
+
+
+def _follow(run: Path, attempt: int | None, pattern: str, offsets: dict[Path, int]) -> None:
+    """Print what is added, each line with its file's name, until the run ends. `attempt` None: also of new attempts."""
+    while True:
+        state = runs.state(run)
+        for file in _files(run, runs.last_attempt(run) if attempt is None else attempt, pattern):
+            with file.open("rb") as log:
+                log.seek(offsets.get(file, 0))
+                data = log.read()
+            whole = data.rfind(b"\n") + 1
+            offsets[file] = offsets.get(file, 0) + whole
+            for line in data[:whole].decode(errors="replace").splitlines():
+                print(f"{file.stem:<10} | {line}", flush=True)
+        if state in (*runs.FINAL, "died"):
+            return
+        time.sleep(POLL_S)

@@ -1,0 +1,124 @@
+"""From a run and a site to what will be started: nodes, ranks, engines, the exact command and its environment. Pure."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from runtime import topology
+from runtime.config import RunConfig, SiteConfig
+from runtime.topology import RankSlot, Topology
+
+PROJECT: Final = Path(__file__).parents[1]
+"""Where the packages launcher and runtime are found."""
+
+_LEFTOVERS: Final = ("PMI", "PMIX", "OMPI_", "PRTE_", "SLURM", "HYDRA_", "HYDI_", "MPIEXEC_", "MPI_LOCAL", "SUBMITIT_")
+"""Beginnings of variables of another MPI world or job: a rank that inherits them joins the wrong world or none."""
+
+
+class JobPlan(msgspec.Struct, frozen=True, kw_only=True):
+    topology: Topology
+    command: tuple[str, ...]
+    """Starts the world of one attempt."""
+    env: dict[str, str]
+    """What is set beside the environment of the submitting shell."""
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """What the world is started with; `launcher.site` finds it out."""
+
+    python: str
+    mpiexec: str
+    gpus: tuple[int, ...]
+
+
+def local_nodes(config: RunConfig) -> tuple[str, ...]:
+    """On one machine a node is a group of processes."""
+    return tuple(f"local-{i}" for i in range(topology.num_nodes(config.cluster)))
+
+
+def make(config: RunConfig, site: SiteConfig, run: Path, attempt: int, machine: Machine) -> JobPlan:
+    """What attempt number `attempt` of a run starts."""
+    world = topology.make(config.cluster, config.rollout, site, local_nodes(config))
+    env = {
+        "PYTHONPATH": str(PROJECT),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        **site.env,
+    }
+    return JobPlan(topology=world, command=_mpiexec(world, site, run, attempt, machine), env=env)
+
+
+def _mpiexec(world: Topology, site: SiteConfig, run: Path, attempt: int, machine: Machine) -> tuple[str, ...]:
+    """One section of mpiexec's arguments for each stretch of ranks with the same environment."""
+    log = str(run / "attempts" / str(attempt)).replace("%", "%%") + "/rank-%r.log"
+    argv = [machine.mpiexec, "-hosts", "localhost", "-launcher", "fork", "-rmk", "user", "-bind-to", "none"]
+    argv += ["-print-all-exitcodes", "-outfile-pattern", log, "-errfile-pattern", log]
+    rank_argv = [machine.python, "-m", "mpi4py", "-m", "runtime.main", "--run-dir", str(run)]
+    rank_argv += ["--attempt", str(attempt)]
+    for number, (env, ranks) in enumerate(groupby(world.ranks, key=lambda rank: _rank_env(rank, site, machine.gpus))):
+        argv += [":"] if number else []
+        argv += ["-n", str(len(list(ranks)))]
+        for name, value in env.items():
+            argv += ["-env", name, value]
+        argv += rank_argv
+    return tuple(argv)
+
+
+def _rank_env(rank: RankSlot, site: SiteConfig, gpus: Sequence[int]) -> dict[str, str]:
+    """Agents compute little, so one thread is enough; each node sees its own part of the machine's GPUs."""
+    env = {"OMP_NUM_THREADS": "1"} if rank.role == "agent" else {}
+    if site.gpus_per_node:
+        first = rank.node * site.gpus_per_node
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus[first : first + site.gpus_per_node]))
+    return env
+
+
+def clean_env(inherited: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a world: the inherited one without leftovers of other worlds, and what a plan adds."""
+    env = {name: value for name, value in inherited.items() if not name.startswith(_LEFTOVERS)}
+    path = [added.get("PYTHONPATH", ""), env.get("PYTHONPATH", "")]
+    return {**env, **added, "PYTHONPATH": ":".join(filter(None, path))}
+
+
+def describe(plan: JobPlan, config: RunConfig, site: SiteConfig) -> str:
+    """For people: nodes, ranks, roles, engines, the command."""
+    world = plan.topology
+    lines = [
+        f"run {config.name}: {config.num_steps} steps of {config.rollout.num_prompts} prompts "
+        f"x {config.rollout.num_samples} samples, {config.algorithm.name}",
+        f"site {site.name}: {len(world.nodes)} nodes, {world.world_size} ranks, {len(world.engines)} engines",
+        "",
+        "rank  node     role               device",
+    ]
+    for rank in world.ranks:
+        role = "agent, controller" if rank.rank == world.controller else rank.role
+        device = "cpu" if rank.device is None else f"gpu {rank.device}"
+        lines.append(
+            f"{rank.rank:>4}  {world.nodes[rank.node]:<8} {role:<18} {'-' if rank.role == 'agent' else device}"
+        )
+    lines += ["", "engine  model    nodes     devices"]
+    for engine in world.engines:
+        nodes = ",".join(world.nodes[node] for node in engine.nodes)
+        gpus = ",".join(map(str, engine.gpus)) or "cpu"
+        lines.append(f"{engine.id:>6}  {engine.model:<8} {nodes:<9} {gpus}")
+    lines += ["", "environment", *(f"  {name}={shlex.quote(value)}" for name, value in plan.env.items())]
+    return "\n".join([*lines, "", "command", *_wrapped(plan.command)])
+
+
+def _wrapped(command: Sequence[str]) -> list[str]:
+    """A shell command that can be pasted, one section a line."""
+    parts: list[list[str]] = [[]]
+    for word in command:
+        if word == ":" or (word == "-n" and parts[-1] != [":"]):
+            parts.append([])
+        parts[-1].append(shlex.quote(word))
+    texts = [" ".join(part) for part in parts if part]
+    return [f"  {text} \\" for text in texts[:-1]] + [f"  {texts[-1]}"]

@@ -1,0 +1,159 @@
+"""The live view of a run: a table that redraws itself on a terminal, else one plain line a step."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from launcher import runs
+
+POLL_S: Final = 0.2
+TITLES: Final = ("step", "reward", "held-out", "samples/s", "tokens/s", "lag", "time left")
+ROWS: Final = 12
+"""Steps the terminal view shows."""
+
+
+class Progress:
+    """What the lines of metrics.jsonl add up to."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self.step = 0
+        self.accuracy: float | None = None
+        """Held-out accuracy; the mean where there are several evaluation sets."""
+        self._seconds: deque[float] = deque(maxlen=20)
+
+    def add(self, line: dict[str, Any]) -> dict[str, Any] | None:
+        """Take in one line; returns it if it is a step."""
+        accuracies = [v for k, v in line.items() if k.startswith("eval/") and k.endswith("/accuracy")]
+        if accuracies:
+            self.accuracy = sum(accuracies) / len(accuracies)
+        if "reward" not in line:
+            return None
+        self.step = int(line["step"])
+        self._seconds.append(float(line.get("step_s", 0.0)))
+        return line
+
+    @property
+    def seconds_left(self) -> float | None:
+        if not self._seconds:
+            return None
+        return max(0, self.num_steps - self.step) * sum(self._seconds) / len(self._seconds)
+
+    def cells(self, line: dict[str, Any]) -> tuple[str, ...]:
+        """A step as the columns of TITLES."""
+        return (
+            f"{self.step}/{self.num_steps}",
+            number(line.get("reward"), ".3f"),
+            number(self.accuracy, ".3f"),
+            number(line.get("samples_per_s"), ".1f"),
+            number(line.get("tokens_per_s"), ".0f"),
+            number(line.get("lag"), ".2f"),
+            duration(self.seconds_left),
+        )
+
+
+class View(Protocol):
+    def step(self, cells: tuple[str, ...]) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+class PlainView:
+    """One line a step, the titles before the first."""
+
+    def __init__(self) -> None:
+        self._titled = False
+
+    def step(self, cells: tuple[str, ...]) -> None:
+        if not self._titled:
+            print(_columns(TITLES), flush=True)
+            self._titled = True
+        print(_columns(cells), flush=True)
+
+    def note(self, text: str) -> None:
+        print(text, flush=True)
+
+
+def follow(run: Path, num_steps: int, view: View, since: float = 0.0) -> str:
+    """Show a run until it ends or its supervisor is gone; returns the state it ended in.
+
+    Args:
+        since: steps before this time are taken in but not shown; nor is a step shown twice after a restart.
+    """
+    lines, progress, said, shown = runs.metrics(run), Progress(num_steps), "", since
+    while True:
+        state = runs.state(run)
+        for line in lines.new():
+            step = progress.add(line)
+            if step is not None and float(line.get("time", 0.0)) > shown:
+                view.step(progress.cells(step))
+                shown = float(line["time"])
+        status = runs.read_status(run)
+        text = f"{state}, attempt {status.attempt}" if status.attempt >= 0 else state
+        if text != said:
+            view.note(f"[{time.strftime('%H:%M:%S')}] {text}")
+            said = text
+        if state in runs.FINAL or state == "died":
+            return state
+        time.sleep(POLL_S)
+
+
+@contextmanager
+def open_view(terminal: bool) -> Iterator[View]:
+    """The view that fits the output."""
+    if not terminal:
+        yield PlainView()
+        return
+    from rich.console import Group
+    from rich.live import Live
+    from rich.table import Table
+    from rich.text import Text
+
+    rows: deque[tuple[str, ...]] = deque(maxlen=ROWS)
+
+    class TerminalView:
+        def __init__(self, live: Live) -> None:
+            self._live, self._note = live, ""
+
+        def step(self, cells: tuple[str, ...]) -> None:
+            rows.append(cells)
+            self._draw()
+
+        def note(self, text: str) -> None:
+            self._note = text
+            self._draw()
+
+        def _draw(self) -> None:
+            table = Table(box=None, pad_edge=False)
+            for title in TITLES:
+                table.add_column(title, justify="right")
+            for row in rows:
+                table.add_row(*row)
+            self._live.update(Group(table, Text(self._note, style="dim")))
+
+    with Live(refresh_per_second=4) as live:
+        yield TerminalView(live)
+
+
+def _columns(cells: tuple[str, ...]) -> str:
+    return "  ".join(f"{cell:>9}" for cell in cells)
+
+
+def number(value: Any, form: str) -> str:
+    return "-" if value is None else format(float(value), form)
+
+
+def duration(seconds: float | None) -> str:
+    """Short: 42s, 3m10s, 2h05m, 3d04h."""
+    if seconds is None:
+        return "-"
+    s = round(seconds)
+    for big, small, unit, sub in ((86400, 3600, "d", "h"), (3600, 60, "h", "m"), (60, 1, "m", "s")):
+        if s >= big:
+            return f"{s // big}{unit}{s % big // small:02d}{sub}"
+    return f"{s}s"

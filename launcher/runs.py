@@ -1,0 +1,216 @@
+"""The run folder: how it is made, found and read.
+
+runs/<name>-<id>/           mode 0700
+    config.yaml site.yaml   resolved; with topology.json they say what the run is
+    status.json             what the supervisor does now
+    metrics.jsonl events.jsonl samples/ attempts/<n>/ checkpoints/ hf/    written by the runtime
+    supervisor.log job/     of the job that holds the supervisor
+    secrets/                mode 0700, files 0600
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+
+from launcher import processes
+from runtime.config import RunConfig, SiteConfig
+from runtime.errors import ConfigError
+from runtime.load import dump, near_match
+from runtime.topology import Topology
+
+State = Literal["queued", "starting", "running", "ending", "ended", "failed", "cancelled"]
+FINAL: Final = ("ended", "failed", "cancelled")
+CANCEL_MARK: Final = "cancel"
+"""File that says the end was asked for with `cancel`; a resume removes it."""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """How an attempt ended (attempts/<n>/report.json); further keys are for readers of the file."""
+
+    kind: str
+    message: str
+    rank: int | None = None
+    step: int | None = None
+    time: float = 0.0
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """What the supervisor last said about itself (status.json)."""
+
+    state: State
+    attempt: int = -1
+    """-1: none yet."""
+    pid: int = 0
+    """Of the supervisor; 0: not started."""
+    pid_started: int = 0
+    """Tells the supervisor from a later process with the same pid."""
+    host: str = ""
+    cancelled: bool = False
+    """Somebody asked for the end with `cancel`."""
+    updated: float = 0.0
+
+
+def create(config: RunConfig, site: SiteConfig, topology: Topology) -> Path:
+    """A new run folder, queued.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    run = Path(config.runs_dir) / f"{config.name}-{time.strftime('%y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    try:
+        run.parent.mkdir(parents=True, exist_ok=True)
+        run.mkdir(mode=0o700)
+        for folder in ("attempts", "samples", "checkpoints", "job"):
+            (run / folder).mkdir()
+        (run / "secrets").mkdir(mode=0o700)
+    except OSError as e:
+        raise ConfigError("runs_dir", f"cannot make {run}: {e.strerror}", "choose a folder you can write to") from e
+    write_config(run, config, site, topology)
+    write_status(run, Status(state="queued"))
+    return run
+
+
+def write_config(run: Path, config: RunConfig, site: SiteConfig, topology: Topology) -> None:
+    write_atomic(run / "config.yaml", dump(config).encode())
+    write_atomic(run / "site.yaml", dump(site).encode())
+    write_atomic(run / "topology.json", msgspec.json.format(msgspec.json.encode(topology), indent=1))
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """A reader sees the old file or the new one, never a part."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_bytes(data)
+    part.rename(path)
+
+
+def write_status(run: Path, status: Status) -> None:
+    status = msgspec.structs.replace(status, updated=time.time())
+    write_atomic(run / "status.json", msgspec.json.encode(status))
+
+
+def read_status(run: Path) -> Status:
+    try:
+        return msgspec.json.decode((run / "status.json").read_bytes(), type=Status)
+    except (OSError, msgspec.DecodeError) as e:
+        raise ConfigError(str(run / "status.json"), f"cannot be read: {e}", "is this a run folder?") from e
+
+
+def supervisor_alive(status: Status) -> bool:
+    """Whether the supervisor runs, on this machine; on another one, whether it has not said that it ended."""
+    if status.host and status.host != socket.gethostname():
+        return status.state not in FINAL
+    return bool(status.pid) and processes.started(status.pid) == status.pid_started
+
+
+def state(run: Path, start_limit_s: float = 60.0) -> str:
+    """The state as it is: "died" where the supervisor is gone without having said so."""
+    status = read_status(run)
+    if status.state in FINAL or supervisor_alive(status):
+        return status.state
+    waiting = status.state == "queued" and time.time() - status.updated < start_limit_s
+    return "queued" if waiting else "died"
+
+
+def all_runs(runs_dir: Path) -> list[Path]:
+    """Run folders, newest first."""
+    folders = [p.parent for p in runs_dir.glob("*/status.json")]
+    return sorted(folders, key=lambda p: ((p / "config.yaml").stat().st_ctime, p.name), reverse=True)
+
+
+def find(name: str, runs_dir: Path) -> Path:
+    """The run a user means: a folder, the beginning of a run's name or id, or "" for the newest.
+
+    Raises:
+        ConfigError: none, or several.
+    """
+    if name and (Path(name) / "status.json").is_file():
+        return Path(name).absolute()
+    runs = all_runs(runs_dir.absolute())
+    if not runs:
+        raise ConfigError(f"RUN {name}".strip(), f"there are no runs in {runs_dir}", "use --runs, or give a run folder")
+    if not name:
+        return runs[0]
+    exact = [run for run in runs if run.name == name]
+    found = exact or [run for run in runs if run.name.startswith(name) or run_id(run).startswith(name)]
+    if not found:
+        fix = near_match(name, [run.name for run in runs]) + "`python -m launcher status all` lists them"
+        raise ConfigError(f"RUN {name}", f"no such run in {runs_dir}", fix)
+    names = {read_name(run) for run in found}
+    if len(found) > 1 and not (len(names) == 1 and name in names):
+        raise ConfigError(f"RUN {name}", f"fits {', '.join(r.name for r in found[:5])}", "give more of the name")
+    return found[0]
+
+
+def run_id(run: Path) -> str:
+    """The part of a run folder's name after the run's own name."""
+    return "-".join(run.name.split("-")[-3:])
+
+
+def read_name(run: Path) -> str:
+    return "-".join(run.name.split("-")[:-3])
+
+
+def attempt_dir(run: Path, attempt: int) -> Path:
+    return run / "attempts" / str(attempt)
+
+
+def last_attempt(run: Path) -> int:
+    """Number of the newest attempt; -1: none."""
+    return max((int(p.name) for p in (run / "attempts").glob("*") if p.name.isdecimal()), default=-1)
+
+
+def read_report(run: Path, attempt: int) -> Report | None:
+    """The exit report of an attempt; None if it has none, or none that can be read."""
+    try:
+        return msgspec.json.decode((attempt_dir(run, attempt) / "report.json").read_bytes(), type=Report)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+
+
+class JsonLines:
+    """Follows a growing file of JSON lines; starts again when it was cut back or replaced."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        """The complete lines added since the last call; a line that is no JSON object is passed over."""
+        try:
+            size = self._path.stat().st_size
+        except FileNotFoundError:
+            return
+        if size < self._offset:
+            self._offset = 0
+        if size == self._offset:
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        whole = data.rfind(b"\n") + 1
+        self._offset += whole
+        for line in data[:whole].splitlines():
+            try:
+                value = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(value, dict):
+                yield value
+
+
+def metrics(run: Path) -> JsonLines:
+    return JsonLines(run / "metrics.jsonl")
+
+
+def last_step(run: Path) -> int:
+    """Steps done so far."""
+    return max((int(line["step"]) for line in metrics(run).new() if "reward" in line), default=0)

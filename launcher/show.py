@@ -1,0 +1,140 @@
+"""The commands that read a run folder: status and samples; and the last words of submit."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from launcher import runs
+from launcher.progress import Progress, duration, number
+from runtime.errors import ConfigError
+from runtime.load import load_run
+
+ADVICE: Final = {
+    "done": "look at reward.png and `python -m launcher samples`; the trained model is in hf/",
+    "preempted": "`python -m launcher resume` goes on from the last checkpoint",
+    "timeout": "`python -m launcher resume` goes on from the last checkpoint",
+    "node_failed": "`python -m launcher resume` once the node is back or replaced",
+    "peer_lost": "see `python -m launcher logs`; then `python -m launcher resume` goes on from the last checkpoint",
+    "engine_lost": "see the engine's log (`python -m launcher logs --engine 0`); lower its memory use, then resume",
+    "config": "change what the message names, then resume, or submit again",
+    "out_of_memory": "lower trainer.max_tokens or rollout.max_concurrent, or use more devices; then submit again",
+    "bug": "see `python -m launcher logs`; please report it with that log and the run's config.yaml",
+    "died": "the supervisor was killed without a word (reboot? SIGKILL?); `python -m launcher resume` goes on",
+}
+"""One line for each kind of exit report."""
+
+SAMPLE_RULE: Final = "-" * 80
+
+
+def status(args: argparse.Namespace) -> int:
+    root = Path(args.runs)
+    if args.run == "all":
+        found = runs.all_runs(root)
+        print(f"{'run':<44} {'state':<10} {'step':>9} {'reward':>7}  age")
+        for run in found:
+            progress, last = _progress(run)
+            step = f"{progress.step}/{progress.num_steps}"
+            print(f"{run.name:<44} {runs.state(run):<10} {step:>9} {number(last.get('reward'), '.3f'):>7}  {_age(run)}")
+        return 0
+    run = runs.find(args.run, root)
+    progress, last = _progress(run)
+    now = runs.read_status(run)
+    print(f"run      {run}")
+    print(
+        f"state    {runs.state(run)}" + (f", attempt {now.attempt}" if now.attempt >= 0 else "") + f", age {_age(run)}"
+    )
+    print(f"step     {progress.step}/{progress.num_steps}" + _last_words(last))
+    print(f"reward   {number(last.get('reward'), '.3f')}, held-out accuracy {number(progress.accuracy, '.3f')}")
+    if runs.state(run) in (*runs.FINAL, "died"):
+        print(_ending(run, runs.state(run)))
+    elif progress.seconds_left is not None:
+        print(f"left     {duration(progress.seconds_left)}")
+    return 0
+
+
+def _progress(run: Path) -> tuple[Progress, dict[str, Any]]:
+    """Where a run stands, and its last step's metrics."""
+    progress, last = Progress(load_run(run / "config.yaml").num_steps), {}
+    for line in runs.metrics(run).new():
+        last = progress.add(line) or last
+    return progress, last
+
+
+def _last_words(last: dict[str, Any]) -> str:
+    return f", the last {duration(time.time() - float(last['time']))} ago" if "time" in last else ""
+
+
+def _age(run: Path) -> str:
+    """Time since it was submitted."""
+    return duration(time.time() - (run / "secrets").stat().st_mtime)
+
+
+def _ending(run: Path, state: str) -> str:
+    """The exit report of the newest attempt, and what to do."""
+    report = runs.read_report(run, runs.last_attempt(run))
+    if state == "died" or report is None:
+        report_lines = [] if report is None else [f"before   {report.kind}: {report.message}"]
+        kind = "died" if state == "died" else "bug"
+    else:
+        at = "".join(f", {k} {v}" for k, v in (("rank", report.rank), ("step", report.step)) if v is not None)
+        report_lines, kind = [f"report   {report.kind}{at}: {report.message}"], report.kind
+    return "\n".join([*report_lines, f"advice   {ADVICE.get(kind, ADVICE['bug'])}"])
+
+
+def outcome(run: Path, state: str) -> str:
+    """What submit ends with: how it went and where everything is."""
+    lines = [f"{run.name}: {state}", _ending(run, state), f"folder   {run}"]
+    if (run / "reward.png").exists():
+        lines.append(f"plot     {run / 'reward.png'}")
+    exported = run / "hf"
+    if exported.exists() and any(exported.iterdir()):
+        lines.append(f"model    {exported}")
+    if any((run / "samples").glob("step-*.jsonl")):
+        lines.append(f"samples  python -m launcher samples {run.name}")
+    return "\n".join(lines)
+
+
+def samples(args: argparse.Namespace) -> int:
+    run = runs.find(args.run, Path(args.runs))
+    files = sorted((run / "samples").glob("step-*.jsonl"))
+    if not files:
+        raise ConfigError(
+            run.name, "has no samples yet", "wait for its first step; tracking.samples_per_step is not 0?"
+        )
+    file = files[-1] if args.step is None else run / "samples" / f"step-{args.step:06d}.jsonl"
+    if file not in files:
+        steps = f"{_step_of(files[0])} to {_step_of(files[-1])}"
+        raise ConfigError(f"--step {args.step}", f"{run.name} has no samples of this step", f"it has steps {steps}")
+    found = [json.loads(line) for line in file.read_text().splitlines()]
+    if args.best or args.worst:
+        found.sort(key=_reward, reverse=args.best)
+    print(f"{run.name}, step {_step_of(file)}: {min(args.n, len(found))} of {len(found)} samples")
+    for sample in found[: args.n]:
+        print(_sample_text(sample))
+    return 0
+
+
+def _step_of(file: Path) -> int:
+    return int(file.stem.removeprefix("step-"))
+
+
+def _reward(sample: dict[str, Any]) -> float:
+    """For sorting; a failed reward counts as lowest."""
+    return float("-inf") if sample["reward"] is None else float(sample["reward"])
+
+
+def _sample_text(sample: dict[str, Any]) -> str:
+    reward = number(sample["reward"], ".3f") if sample["reward"] is not None else "failed"
+    head = (
+        f"{sample['prompt_id']} [{sample['index']}]  reward {reward}  {sample['status']}  version {sample['version']}"
+    )
+    parts = [SAMPLE_RULE, head, "prompt:", _indent(sample["prompt"]), "sampled:", _indent(sample["text"])]
+    return "\n".join([*parts, f"answer: {sample['answer']}"])
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"  {line}" for line in str(text).splitlines()) or "  (nothing)"

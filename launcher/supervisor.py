@@ -1,0 +1,222 @@
+"""Runs inside the job: starts the world, watches it, reads its exit report and decides what follows.
+
+It holds no GPU and loads neither MPI nor torch, so nothing that breaks the world breaks it.
+
+    start attempt n -> watch -> report -> done, preempted, config, bug, ...  end
+         ^                        |
+         +--- n + 1 <-------------+  peer_lost, engine_lost, node_failed: unless `limits.attempts` attempts
+                                     in a row brought no new step
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from launcher import plan, processes, runs, site, verdict
+from launcher.runs import Report, State, Status
+from runtime.config import Limits
+from runtime.errors import EXIT_CODES, ConfigError
+from runtime.load import load_run, load_site
+
+RESTARTED: Final = ("peer_lost", "engine_lost", "node_failed")
+POLL_S: Final = 0.1
+PLOT_LIMIT_S: Final = 60.0
+END_GRACE_S: Final = 3.0
+"""For engines and other children to end by themselves after the world ended."""
+END_LIMIT_S: Final = 20.0
+
+log = logging.getLogger("supervisor")
+
+World = tuple[Sequence[str], dict[str, str]]
+"""Command and environment of one attempt."""
+
+
+def main(run_dir: str) -> int:
+    """Supervise a run to its end; the exit code of its last report."""
+    os.umask(0o077)
+    run = Path(run_dir)
+    open_log(run)
+    with (run / "supervisor.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.error("another supervisor has this run; this one ends")
+            return EXIT_CODES["config"]
+        try:
+            return EXIT_CODES[_supervise(run).kind]
+        except Exception:
+            log.exception("the supervisor failed")
+            runs.write_status(run, msgspec.structs.replace(runs.read_status(run), state="failed"))
+            raise
+
+
+def open_log(run: Path) -> None:
+    """Let the supervisor's words go to supervisor.log."""
+    handler = logging.FileHandler(run / "supervisor.log")
+    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO, handlers=[handler])
+
+
+def _supervise(run: Path) -> Report:
+    config, where = load_run(run / "config.yaml"), load_site(str(run / "site.yaml"))
+
+    def world(attempt: int) -> World:
+        planned = plan.make(config, where, run, attempt, site.machine())
+        return planned.command, plan.clean_env(os.environ, planned.env)
+
+    return Supervisor(run, world, config.limits).run()
+
+
+class Supervisor:
+    """One job's supervision of one run. Uses signal handlers, so it belongs to the main thread."""
+
+    def __init__(self, run: Path, world: Callable[[int], World], limits: Limits) -> None:
+        self._run, self._world, self._limits = run, world, limits
+        self._signals: list[signal.Signals] = []
+        """SIGTERM and SIGINT received: the first asks the world to save and end, the second kills it."""
+        self._status = Status(
+            state="starting", pid=os.getpid(), pid_started=processes.started(os.getpid()), host=socket.gethostname()
+        )
+
+    def run(self) -> Report:
+        """Attempts until one needs no restart; nothing of them is left afterwards."""
+        processes.adopt_orphans()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda received, _: self._signals.append(signal.Signals(received)))
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # submitit's time-limit signal; the local site has no limit
+        best, failures = runs.last_step(self._run), 0
+        while True:
+            report = self._attempt(runs.last_attempt(self._run) + 1)
+            step = runs.last_step(self._run)
+            failures = 0 if step > best else failures + 1
+            best = max(best, step)
+            if report.kind not in RESTARTED or self._signals:
+                break
+            if failures > self._limits.attempts:
+                log.error("gave up: %d attempts in a row brought no new step (limits.attempts)", failures)
+                break
+            log.info("restarting from the last checkpoint")
+        self._say("ending")
+        self._plot()
+        cancelled = self._cancelled()
+        self._say("cancelled" if cancelled and report.kind != "done" else final_state(report))
+        return report
+
+    def _attempt(self, number: int) -> Report:
+        folder = runs.attempt_dir(self._run, number)
+        folder.mkdir(parents=True)
+        shutil.copy(self._run / "config.yaml", folder / "config.yaml")
+        self._say("starting", number)
+        report = self._live(folder)
+        killed, left = processes.end_descendants(END_GRACE_S, END_LIMIT_S)
+        if killed:
+            log.warning("processes of attempt %d that had to be killed: %s", number, "; ".join(killed))
+        if left:
+            log.error("processes that SIGKILL did not end within %g s: %s", END_LIMIT_S, "; ".join(left))
+        report = report or runs.read_report(self._run, number)
+        assert report is not None
+        log.info("attempt %d ended: %s: %s", number, report.kind, report.message.splitlines()[0])
+        return report
+
+    def _live(self, folder: Path) -> Report | None:
+        """Start a world and watch it to its end; a report is written if it left none."""
+        oom_kills = processes.out_of_memory_kills()
+        try:
+            command, env = self._world(int(folder.name))
+            log.info("attempt %s: %s", folder.name, " ".join(command))
+            with (folder / "mpiexec.log").open("wb") as output:
+                child = subprocess.Popen(
+                    command,
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=processes.die_with_parent,
+                )
+        except (OSError, ConfigError) as e:
+            return self._write(folder, Report(kind="config", message=f"the world cannot be started: {e}"))
+        overdue = self._watch(child)
+        found = runs.read_report(self._run, int(folder.name))
+        if found is not None:
+            return found
+        seen = verdict.Evidence(
+            code=child.returncode,
+            stopped=bool(self._signals),
+            overdue_s=overdue,
+            oom_killed=processes.out_of_memory_kills() > oom_kills,
+        )
+        return self._write(folder, verdict.judge(folder, seen))
+
+    def _watch(self, child: subprocess.Popen[bytes]) -> float:
+        """Wait for the world's end, passing signals on.
+
+        Returns:
+            Seconds after which a world that was told to stop was killed; 0: it ended by itself.
+        """
+        events = self._run / "events.jsonl"
+        size = _size(events)
+        told: float | None = None
+        while child.poll() is None:
+            if self._status.state == "starting" and _size(events) != size:
+                self._say("running")
+            if self._signals and told is None:
+                told = time.monotonic()
+                log.info("%s: the world is told to save and end", self._signals[0].name)
+                self._say("ending")
+                child.terminate()
+            waited = time.monotonic() - told if told is not None else 0.0
+            if waited > self._limits.stop_s or len(self._signals) > 1:
+                log.warning("killing the world %.0f s after it was told to stop", waited)
+                child.kill()
+                child.wait()
+                return max(waited, POLL_S)
+            time.sleep(POLL_S)
+        return 0.0
+
+    def _write(self, folder: Path, report: Report) -> Report:
+        report = msgspec.structs.replace(report, time=time.time(), step=runs.last_step(self._run))
+        runs.write_atomic(folder / "report.json", msgspec.json.encode(report))
+        return report
+
+    def _say(self, state: State, attempt: int | None = None) -> None:
+        number = self._status.attempt if attempt is None else attempt
+        self._status = msgspec.structs.replace(self._status, state=state, attempt=number, cancelled=self._cancelled())
+        runs.write_status(self._run, self._status)
+
+    def _cancelled(self) -> bool:
+        return (self._run / runs.CANCEL_MARK).exists()
+
+    def _plot(self) -> None:
+        """Draw reward.png if there is a step to show; a run is no worse for lack of it."""
+        if not runs.last_step(self._run):
+            return
+        command = [sys.executable, "-m", "runtime.plot", str(self._run)]
+        env = plan.clean_env(os.environ, {"PYTHONPATH": str(plan.PROJECT), "OMP_NUM_THREADS": "1"})
+        try:
+            subprocess.run(command, env=env, capture_output=True, text=True, timeout=PLOT_LIMIT_S, check=True)
+        except subprocess.CalledProcessError as e:
+            log.warning("no reward.png: %s", (e.stderr.strip().splitlines() or ["it gave no reason"])[-1])
+        except (subprocess.TimeoutExpired, OSError) as e:
+            log.warning("no reward.png: %s", e)
+
+
+def final_state(report: Report) -> State:
+    """Preempted and timed-out runs ended as they should; `resume` goes on with them."""
+    return "ended" if report.kind in ("done", "preempted", "timeout") else "failed"
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0

@@ -1,0 +1,86 @@
+"""What happened to a world that left no exit report: from the exit codes its process manager printed."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import msgspec
+
+from launcher.runs import Report
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+    """What the supervisor saw of an attempt."""
+
+    code: int = 0
+    """Exit code of the process manager; negative: it was killed by that signal."""
+    stopped: bool = False
+    """The world was told to stop."""
+    overdue_s: float = 0.0
+    """It did not stop within so many seconds and was killed."""
+    oom_killed: bool = False
+    """The kernel killed something on this machine for lack of memory in that time."""
+
+
+def judge(folder: Path, seen: Evidence) -> Report:
+    """The report of an attempt whose runtime wrote none. `folder` is attempts/<n>."""
+    ranks, number, code = _first_loss(folder / "mpiexec.log")
+    rank = ranks[0] if len(ranks) == 1 else None
+    if seen.overdue_s:
+        message = f"told to stop, but not at a boundary after {seen.overdue_s:.0f} s, so it was killed"
+        return Report(kind="preempted", message=f"{message}; resume goes on from the last checkpoint")
+    if seen.stopped and (number == signal.SIGTERM or seen.code in (0, -signal.SIGTERM)):
+        return Report(kind="preempted", message="told to stop before there was anything to save")
+    if number == signal.SIGKILL and seen.oom_killed:
+        message = f"{_who(ranks)} was killed: the machine ran out of memory"
+        return Report(kind="out_of_memory", message=message, rank=rank)
+    if number:
+        hint = "; somebody or something killed it, check memory use" if number == signal.SIGKILL else ""
+        return Report(kind="peer_lost", message=f"{_who(ranks)} was killed by {_name(number)}{hint}", rank=rank)
+    if seen.code < 0:
+        return Report(kind="peer_lost", message=f"mpiexec was killed by {_name(-seen.code)}")
+    if seen.code == 0:
+        return Report(kind="bug", message="the world ended with exit code 0 but without a report")
+    last = _last_line(folder, rank)
+    said = f"; its last line: {last}" if last else ""
+    return Report(kind="bug", message=f"{_who(ranks)} ended with exit code {code or seen.code}{said}", rank=rank)
+
+
+def _first_loss(log: Path) -> tuple[list[int], int, int]:
+    """(ranks, signal, exit code) of the rank that ended badly first, as far as mpiexec said.
+
+    mpiexec kills the ranks that are left and shows SIGKILL for some of those too, in no order. So a rank that ended in
+    another way was first; one that was itself killed is only known to be among those that show it.
+    """
+    text = log.read_text(errors="replace") if log.exists() else ""
+    # A code is a wait status: the low byte holds the signal, the next one the exit code.
+    codes = [int(c) for part in re.findall(r"Exit codes: (.*)", text) for c in re.findall(r"-?\d+(?=,|\s|$)", part)]
+    bad = [rank for rank, status in enumerate(codes) if status]
+    by_themselves = [rank for rank in bad if codes[rank] != signal.SIGKILL]
+    ranks = by_themselves[:1] or bad
+    if ranks:
+        return ranks, codes[ranks[0]] & 0x7F, codes[ranks[0]] >> 8 & 0xFF
+    killed = re.search(r"EXIT STRING: .*\(signal (\d+)\)", text)
+    return [], int(killed.group(1)) if killed else 0, 0
+
+
+def _who(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"one of the ranks {', '.join(map(str, ranks))}" if ranks else "a rank"
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _last_line(folder: Path, rank: int | None) -> str:
+    """The last thing the rank, or failing that the process manager, wrote."""
+    path = folder / ("mpiexec.log" if rank is None else f"rank-{rank}.log")
+    lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
+    return lines[-1][:300] if lines else ""

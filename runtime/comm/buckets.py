@@ -1,0 +1,45 @@
+"""How a push is cut into buckets: agents tell engines to expect what the trainer sends. Importable without torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from runtime.types import Manifest
+
+ITEM_BYTES: Final[dict[str, int]] = {
+    "float64": 8,
+    "int64": 8,
+    "float32": 4,
+    "int32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+
+
+def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return ITEM_BYTES[dtype] * math.prod(shape)
+
+
+def buckets(manifest: Manifest) -> list[slice]:
+    """Runs of whole tensors, in the manifest's order, of at most `bucket_bytes`; a larger tensor goes alone.
+
+    Each slice is for names, dtypes and shapes alike.
+    """
+    cuts: list[slice] = []
+    start = filled = 0
+    for i, (dtype, shape) in enumerate(zip(manifest.dtypes, manifest.shapes, strict=True)):
+        size = tensor_bytes(dtype, shape)
+        if i > start and filled + size > manifest.bucket_bytes:
+            cuts.append(slice(start, i))
+            start, filled = i, 0
+        filled += size
+    if start < len(manifest.names):
+        cuts.append(slice(start, len(manifest.names)))
+    return cuts

@@ -1,0 +1,40 @@
+"""Which address of this machine peers are told. Numeric throughout: host names often resolve to another network."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+from typing import Final
+
+from runtime.errors import ConfigError
+
+_SIOCGIFADDR: Final = 0x8915
+_NAME_BYTES: Final = 15
+_DISCARD_PORT: Final = 9
+
+
+def address_of(interface: str) -> str:
+    """Numeric IPv4 address of a network interface; of loopback where none is named.
+
+    Raises:
+        ConfigError: there is no such interface, or it has no address.
+    """
+    if not interface:
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        try:
+            answer = fcntl.ioctl(s, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:_NAME_BYTES]))
+        except OSError as e:
+            there = ", ".join(name for _, name in socket.if_nameindex())
+            raise ConfigError(
+                "fabric_interface", f"{interface!r} gives no IPv4 address: {e.strerror}", f"choose one of: {there}"
+            ) from e
+    return socket.inet_ntoa(answer[20:24])
+
+
+def address_towards(host: str) -> str:
+    """The address that this machine's routes give packets to a host; none is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        s.connect((host, _DISCARD_PORT))
+        return s.getsockname()[0]

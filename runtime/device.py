@@ -1,0 +1,76 @@
+"""The one place that asks whether a node has NVIDIA GPUs, AMD GPUs or none. Importable without torch.
+
+Trainer ranks see all GPUs of their node and use the one the topology gives them by its index: hiding the others breaks
+peer-to-peer transport in some RCCL builds. An engine is a program of its own and sees only its GPUs, through exactly
+one environment variable; where the scheduler has narrowed the list already, an index counts within that list.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+Platform = Literal["cuda", "rocm", "cpu"]
+
+VISIBLE: Final[dict[Platform, str]] = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES"}
+"""The variable that narrows what a process sees. ROCR_VISIBLE_DEVICES, which Slurm sets on AMD, acts below it and is
+left alone: HIP indices count within it."""
+
+
+def platform(root: Path = Path("/")) -> Platform:
+    """What the GPU drivers of this machine say; nothing is loaded for the answer."""
+    if (root / "dev/kfd").exists():
+        return "rocm"
+    return "cuda" if (root / "dev/nvidiactl").exists() else "cpu"
+
+
+def torch_device(index: int | None) -> str:
+    """torch's name of a device of the topology; ROCm builds of torch say cuda too."""
+    return "cpu" if index is None else f"cuda:{index}"
+
+
+def is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def backend(device: torch.device) -> str:
+    """The torch.distributed backend for tensors on a device; nccl is RCCL in ROCm builds."""
+    return "nccl" if is_gpu(device) else "gloo"
+
+
+def select(device: torch.device) -> None:
+    """Make it this process's own: collectives and allocations that name no device go there."""
+    if is_gpu(device):
+        importlib.import_module("torch").cuda.set_device(device)
+
+
+def release_memory(device: torch.device) -> None:
+    """Give memory that torch keeps for later back to the device."""
+    if is_gpu(device):
+        importlib.import_module("torch").cuda.empty_cache()
+
+
+def visible(gpus: Sequence[int], environment: Mapping[str, str], kind: Platform) -> dict[str, str]:
+    """The environment with which a process sees these GPUs of its node and no others.
+
+    Args:
+        gpus: indices among the GPUs that `environment` shows.
+        environment: of the process that starts it.
+
+    Raises:
+        ValueError: fewer GPUs are visible than an index needs.
+    """
+    result = {name: value for name, value in environment.items() if name not in VISIBLE.values()}
+    if kind == "cpu":
+        return result
+    # ROCm builds honour CUDA_VISIBLE_DEVICES as well: two lists at once would be applied one inside the other.
+    shown = environment.get(VISIBLE[kind]) or environment.get("CUDA_VISIBLE_DEVICES")
+    names = shown.split(",") if shown else None
+    if names is not None and max(gpus, default=-1) >= len(names):
+        raise ValueError(f"GPU {max(gpus)} is asked for, but {VISIBLE[kind]}={shown} shows {len(names)}")
+    return result | {VISIBLE[kind]: ",".join(str(gpu) if names is None else names[gpu] for gpu in gpus)}

@@ -1,0 +1,206 @@
+"""Agents and their engines, seen from the controller.
+
+Life of an engine here:  down --EngineReady--> fresh --committed(version)--> serving --EngineDown--> down
+A fresh engine holds no weights of this run; `publish` gives them to it, alone if the others are up to date.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from runtime.comm.messages import (
+    AskJournal,
+    EngineDown,
+    EngineReady,
+    Fault,
+    Finished,
+    FromAgent,
+    Hello,
+    Journal,
+    Reply,
+    StopAgent,
+    ToAgent,
+    Work,
+)
+from runtime.errors import EXIT_CODES, EngineLost, SluiceError, WaitTimeout
+from runtime.topology import Topology
+from runtime.types import Completion, Lease
+
+logger = logging.getLogger("fleet")
+
+
+class Mailbox(Protocol):
+    """What the fleet needs of comm.mailbox.MailboxServer."""
+
+    def send(self, rank: int, message: ToAgent) -> None: ...
+
+    def receive(self, timeout_s: float) -> tuple[int, FromAgent] | None: ...
+
+
+@dataclass
+class _Agent:
+    rank: int
+    engines: tuple[int, ...]
+    leases: dict[int, int] = field(default_factory=dict)
+    """Lease number -> samples it runs here."""
+
+
+class Fleet:
+    """All agents. Every method is bounded and raises PeerLost, EngineLost or an agent's own fault."""
+
+    def __init__(
+        self, topology: Topology, mailbox: Mailbox, on_engine: Callable[[str, int, str], None] = lambda *_: None
+    ) -> None:
+        """
+        Args:
+            on_engine: told of (event kind, engine id, reason), for the event log.
+        """
+        self._mailbox, self._on_engine = mailbox, on_engine
+        self._agents = [
+            _Agent(rank=topology.agent_of(n), engines=tuple(e.id for e in topology.engines_of(n)))
+            for n in range(len(topology.nodes))
+        ]
+        self._agent_of = {e: a for a in self._agents for e in a.engines}
+        self._versions: dict[int, int | None] = dict.fromkeys(self._agent_of, None)
+        self._fresh: set[int] = set()
+        self._finished: list[Finished] = []
+        self._answers: dict[int, Reply | Journal] = {}
+        self._requests = 0
+
+    # ---- engines
+
+    def alive(self) -> set[int]:
+        """Engines that answer, fresh ones included."""
+        return self._fresh | {e for e, v in self._versions.items() if v is not None}
+
+    def fresh(self) -> set[int]:
+        """Engines that wait for weights."""
+        return set(self._fresh)
+
+    def committed(self, engines: Collection[int], version: int) -> None:
+        self._versions |= dict.fromkeys(engines, version)
+        self._fresh -= set(engines)
+
+    def lost(self, engines: Collection[int]) -> None:
+        """These are being restarted; they come back fresh."""
+        self._versions |= dict.fromkeys(engines, None)
+        self._fresh -= set(engines)
+
+    def wait_engines(self, timeout_s: float) -> None:
+        """Until every engine answers for the first time.
+
+        Raises:
+            EngineLost: naming the engines that did not.
+        """
+        deadline = time.monotonic() + timeout_s
+        while missing := set(self._versions) - self.alive():
+            if time.monotonic() > deadline:
+                raise EngineLost(
+                    f"controller waited {timeout_s:.0f} s for engines {sorted(missing)} to start; see their logs"
+                )
+            self._receive(0.5)
+
+    # ---- leases
+
+    def lease(self, leases: Sequence[Lease]) -> None:
+        """Hand leases to the agents with the least to do per engine."""
+        work: dict[int, list[Lease]] = {}
+        holders = [a for a in self._agents if a.engines]
+        for lease in leases:
+            agent = min(holders, key=lambda a: (sum(a.leases.values()) / len(a.engines), a.rank))
+            agent.leases[lease.number] = lease.num_samples
+            work.setdefault(agent.rank, []).append(lease)
+        for rank, mine in work.items():
+            self._mailbox.send(rank, Work(leases=tuple(mine)))
+
+    def poll(self, timeout_s: float) -> list[Finished]:
+        """Leases that finished; waits up to `timeout_s` for the first."""
+        if not self._finished:
+            self._receive(timeout_s)
+        while self._receive(0.0):
+            pass
+        out, self._finished = self._finished, []
+        return out
+
+    def journal(self, timeout_s: float) -> dict[int, tuple[tuple[Completion, ...], ...]]:
+        """Of every running lease, what it has sampled so far."""
+        requests = [self.ask(a.rank, lambda r: AskJournal(request=r)) for a in self._agents if a.engines]
+        out: dict[int, tuple[tuple[Completion, ...], ...]] = {}
+        for answer in self.answers(requests, "journals", timeout_s):
+            assert isinstance(answer, Journal)
+            out |= answer.journals
+        return out
+
+    # ---- requests
+
+    def order(self, engines: Collection[int], make: Callable[[int, tuple[int, ...]], ToAgent]) -> list[int]:
+        """Send one request to each agent of these engines; `make` gets its number and the agent's engines."""
+        mine: dict[int, list[int]] = {}
+        for engine in sorted(engines):
+            mine.setdefault(self._agent_of[engine].rank, []).append(engine)
+        return [self.ask(rank, lambda r, es=es: make(r, tuple(es))) for rank, es in mine.items()]
+
+    def ask(self, rank: int, make: Callable[[int], ToAgent]) -> int:
+        self._requests += 1
+        self._mailbox.send(rank, make(self._requests))
+        return self._requests
+
+    def answers(self, requests: Sequence[int], what: str, timeout_s: float) -> list[Reply | Journal]:
+        deadline = time.monotonic() + timeout_s
+        while missing := [r for r in requests if r not in self._answers]:
+            if time.monotonic() > deadline:
+                raise WaitTimeout(f"controller waited {timeout_s:.0f} s for {what}: {len(missing)} agents are silent")
+            self._receive(0.2)
+        return [self._answers.pop(r) for r in requests]
+
+    def tell(self, engines: Collection[int], make: Callable[[tuple[int, ...]], ToAgent]) -> None:
+        """Like `order`, where no answer is due."""
+        for agent in self._agents:
+            if mine := tuple(e for e in agent.engines if e in engines):
+                self._mailbox.send(agent.rank, make(mine))
+
+    def pump(self, timeout_s: float) -> None:
+        """Take in what has arrived while the caller waits for something else."""
+        self._receive(timeout_s)
+
+    def stop(self) -> None:
+        for agent in self._agents:
+            self._mailbox.send(agent.rank, StopAgent())
+
+    # ---- what arrives
+
+    def _receive(self, timeout_s: float) -> bool:
+        got = self._mailbox.receive(timeout_s)
+        if got is None:
+            return False
+        rank, message = got
+        match message:
+            case Hello():
+                logger.info("agent of node %d is rank %d", message.node, rank)
+            case EngineReady():
+                self._fresh.add(message.engine)
+                self._on_engine("engine_ready", message.engine, "")
+            case EngineDown():
+                self.lost([message.engine])
+                logger.warning("engine %d is down: %s", message.engine, message.reason)
+                self._on_engine("engine_down", message.engine, message.reason)
+            case Finished():
+                agent = next(a for a in self._agents if a.rank == rank)
+                agent.leases.pop(message.group.lease, None)
+                self._finished.append(message)
+            case Journal() | Reply():
+                self._answers[message.request] = message
+            case Fault():
+                raise fault_error(message)
+        return True
+
+
+def fault_error(fault: Fault) -> SluiceError:
+    """An agent's fault as an error of the kind it reported."""
+    error = SluiceError(f"agent of node {fault.node}: {fault.message}\n{fault.traceback}")
+    error.kind = fault.kind if fault.kind in EXIT_CODES else "bug"  # pyright: ignore[reportAttributeAccessIssue]
+    return error

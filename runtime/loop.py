@@ -1,0 +1,304 @@
+"""The life of a run. Sync, one-step-ahead and asynchronous are one loop; `max_versions` is the only difference.
+
+At policy version v a batch is taken from finished groups, trained, and published as version v + 1. Meanwhile agents go
+on sampling as far as the staleness bound allows (see `runtime.buffer`). Every wait is POLL_S long, so that a signal is
+seen in time, and every boundary between waits is a place where the run can be saved.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from runtime.buffer import Buffer
+from runtime.comm.messages import Finished
+from runtime.errors import EngineLost, WaitTimeout
+from runtime.evaluate import Evaluation
+from runtime.metrics import Recorder
+from runtime.state import Checkpoints
+from runtime.types import Batch, Completion, Group, Lease, RunState
+
+POLL_S = 0.2
+
+
+class Fleet(Protocol):
+    """Agents and engines, as the loop sees them: runtime.fleet.Fleet."""
+
+    def lease(self, leases: Sequence[Lease]) -> None: ...
+    def poll(self, timeout_s: float) -> list[Finished]: ...
+    def journal(self, timeout_s: float) -> dict[int, tuple[tuple[Completion, ...], ...]]: ...
+    def alive(self) -> set[int]: ...
+    def fresh(self) -> set[int]: ...
+
+
+class Learner(Protocol):
+    """Trainer ranks, as the loop sees them: runtime.learner.Learner."""
+
+    def begin(self, batch: Batch) -> None: ...
+    def training(self) -> dict[str, float] | None: ...
+    def save(self, folder: Path, timeout_s: float) -> None: ...
+
+
+class Publisher(Protocol):
+    def publish(self, version: int, engines: set[int]) -> frozenset[int]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What of the config the loop goes by."""
+
+    num_steps: int
+    num_prompts: int
+    max_versions: int
+    lockstep: bool
+    """Nothing runs while weights change or state is saved (deterministic mode)."""
+    evaluate_every: int
+    save_every: int
+    samples_per_step: int
+    rollout_s: float
+    """Longest time without a finished group."""
+    train_s: float
+    batch: Callable[[Sequence[Group], int], Batch]
+    """(groups, step) -> the batch; pure."""
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """Where the run stands. `taken` counts batches taken from the buffer, the one in training included."""
+
+    step: int = 0
+    version: int = 0
+    taken: int = 0
+
+
+@dataclass(kw_only=True)
+class Loop:
+    """The controller's step loop over the parts it conducts."""
+
+    rules: Rules
+    progress: Progress
+    fleet: Fleet
+    learner: Learner
+    publisher: Publisher
+    buffer: Buffer
+    evaluation: Evaluation
+    recorder: Recorder
+    checkpoints: Checkpoints
+    text: Callable[[Sequence[int]], str]
+    """Token ids -> text, for samples/."""
+    stop: Callable[[], str]
+    """Why the run must end early; empty: go on."""
+
+    def run(self) -> str:
+        """Train until `num_steps`, or until `stop` says why not; that reason is returned, "" when done."""
+        rules, at = self.rules, self.progress
+        self.publish(self.fleet.alive())
+        while at.step < rules.num_steps and not self.stop():
+            if rules.evaluate_every and at.step % rules.evaluate_every == 0:
+                self.evaluate()
+            started = time.monotonic()
+            groups = self.gather()
+            if groups is None:
+                break
+            at.taken += 1
+            gathered = time.monotonic()
+            metrics = self.train(groups)
+            trained = time.monotonic()
+            self.recorder.trained(groups, at.step, at.version)
+            at.step, at.version = at.step + 1, at.version + 1
+            self.publish(self.fleet.alive())
+            self.report(groups, metrics, (started, gathered, trained, time.monotonic()))
+            if rules.save_every and at.step % rules.save_every == 0:
+                self.save()
+        if not self.stop() and self.evaluation:
+            self.evaluate()
+        self.save()
+        return self.stop() if at.step < rules.num_steps else ""
+
+    # ---- sampling
+
+    def gather(self) -> list[Group] | None:
+        """A batch of groups; None: told to stop while waiting, and what is under way is saved as it is."""
+        self.phase("rollout")
+        last = time.monotonic()
+        while not self.stop():
+            before = self.buffer.running()
+            self.feed()
+            if groups := self.buffer.take(self.rules.num_prompts, self.progress.step):
+                return groups
+            last = self.check_progress(self.buffer.running() != before, last)
+        return None
+
+    def feed(self) -> bool:
+        """Lease what the bound allows, collect what is finished; True while anything runs or may start."""
+        at, rules = self.progress, self.rules
+        batches = min(at.version + rules.max_versions + 1, rules.num_steps) - at.taken
+        allowed = batches * rules.num_prompts
+        if (room := allowed - self.buffer.open()) > 0:
+            first_new = self.buffer.next_lease
+            leases = self.buffer.leases(room, at.version)
+            self.recorder.leased(leases, at.step, first_new)
+            self.fleet.lease(leases)
+        self.absorb(POLL_S)
+        return self.buffer.running() > 0 or self.buffer.open() < allowed
+
+    def absorb(self, timeout_s: float) -> None:
+        for finished in self.fleet.poll(timeout_s):
+            group = finished.group
+            if finished.purpose == "eval":
+                self.evaluation.add(group)
+            elif (reason := self.buffer.add(group)) is not None:
+                self.recorder.group(group, reason)
+
+    def check_progress(self, moved: bool, last: float) -> float:
+        """When something last moved, and the bound on it; gives fresh engines their weights.
+
+        Raises:
+            WaitTimeout: no group finished for too long.
+        """
+        if fresh := self.fleet.fresh():
+            self.publish(fresh)
+            return time.monotonic()
+        if moved:
+            return time.monotonic()
+        if time.monotonic() - last > self.rules.rollout_s:
+            raise WaitTimeout(
+                f"controller waited {self.rules.rollout_s:.0f} s for agents to finish a group: "
+                f"{self.buffer.running()} running, engines up: {sorted(self.fleet.alive())}"
+            )
+        return last
+
+    # ---- training and publishing
+
+    def train(self, groups: Sequence[Group]) -> dict[str, float]:
+        self.phase("train")
+        batch = self.rules.batch(groups, self.progress.step)
+        self.learner.begin(batch)
+        deadline = time.monotonic() + self.rules.train_s
+        while (metrics := self.learner.training()) is None:
+            if self.rules.max_versions:
+                self.feed()
+            else:
+                self.absorb(0.001)
+            if time.monotonic() > deadline:
+                raise WaitTimeout(f"controller waited {self.rules.train_s:.0f} s for trainer ranks to train a batch")
+        if self.rules.lockstep:
+            self.drain()
+        return batch.metrics | metrics
+
+    def drain(self) -> None:
+        """Let everything that was leased at this version finish with its weights.
+
+        Raises:
+            EngineLost: an engine came back empty, and the trainer ranks no longer have this version: the attempt
+                starts again from its checkpoint, which gives the same bits as if nothing had happened.
+        """
+        last = time.monotonic()
+        before = self.buffer.running()
+        while self.feed():
+            if fresh := self.fleet.fresh():
+                raise EngineLost(f"engines {sorted(fresh)} were lost while version {self.progress.version} was ending")
+            last = self.check_progress(self.buffer.running() != before, last)
+            before = self.buffer.running()
+
+    def publish(self, engines: set[int]) -> None:
+        self.phase("push")
+        serving = self.publisher.publish(self.progress.version, engines)
+        self.recorder.event("pushed", version=self.progress.version, engines=sorted(serving))
+
+    # ---- looking
+
+    def evaluate(self) -> None:
+        self.phase("evaluate")
+        started = last = time.monotonic()
+        self.fleet.lease(self.evaluation.leases(self.progress.version))
+        missing = self.evaluation.missing()
+        while missing and not self.stop():
+            self.absorb(POLL_S)
+            last = self.check_progress(self.evaluation.missing() < missing, last)
+            missing = self.evaluation.missing()
+        if not missing:
+            seconds = time.monotonic() - started
+            self.recorder.metrics(self.progress.step, self.evaluation.metrics() | {"eval_s": round(seconds, 3)})
+
+    def report(self, groups: Sequence[Group], metrics: dict[str, float], times: Sequence[float]) -> None:
+        """One line of metrics, and some samples as text."""
+        at = self.progress
+        started, gathered, trained, pushed = times
+        samples = [s for g in groups for s in g.samples]
+        tokens = sum(int(s.loss_mask.sum()) for s in samples)
+        step_s = max(pushed - started, 1e-9)
+        lag = sum(at.version - 1 - g.oldest_version for g in groups) / len(groups)
+        self.recorder.metrics(
+            at.step,
+            {
+                "version": at.version,
+                **metrics,
+                "lag": lag,
+                "samples": len(samples),
+                "tokens": tokens,
+                "samples_per_s": round(len(samples) / step_s, 3),
+                "tokens_per_s": round(tokens / step_s, 3),
+                "step_s": round(step_s, 3),
+                "rollout_s": round(gathered - started, 3),
+                "train_s": round(trained - gathered, 3),
+                "push_s": round(pushed - trained, 3),
+            },
+        )
+        self.recorder.samples(at.step, [self.row(g, i) for g, i in _spread(groups, self.rules.samples_per_step)])
+
+    def row(self, group: Group, index: int) -> dict[str, Any]:
+        sample = group.samples[index]
+        return {
+            "step": self.progress.step,
+            "version": self.progress.version - 1,
+            "prompt_id": sample.prompt_id,
+            "index": sample.index,
+            "prompt": group.prompt.messages[-1]["content"] if group.prompt.messages else "",
+            "text": self.text(sample.tokens[sample.loss_mask].tolist()),
+            "answer": group.prompt.answer,
+            "reward": sample.reward,
+            "status": sample.status,
+            "versions": sample.versions,
+        }
+
+    # ---- saving
+
+    def save(self) -> None:
+        """Shards, then the controller's state, then the marker."""
+        self.phase("save")
+        at = self.progress
+        journals = {} if self.rules.lockstep else self.fleet.journal(self.rules.train_s)
+        self.absorb(0.0)
+        self.checkpoints.commit(
+            at.step, lambda f: self.learner.save(f, self.rules.train_s), lambda: self.state(journals)
+        )
+
+    def state(self, journals: dict[int, tuple[tuple[Completion, ...], ...]]) -> RunState:
+        """What goes on after the checkpoint; the event is in it, so that a resumed run's log shows it."""
+        ready, running, next_lease = self.buffer.snapshot(journals)
+        at = self.progress
+        self.recorder.event("saved", step=at.step, version=at.version)
+        return RunState(
+            step=at.step,
+            version=at.version,
+            taken=at.step,
+            next_lease=next_lease,
+            data=self.buffer.source_state,
+            ready=ready,
+            running=running,
+            offsets=self.recorder.offsets,
+        )
+
+    def phase(self, name: str) -> None:
+        self.recorder.event("phase", phase=name, step=self.progress.step)
+
+
+def _spread(groups: Sequence[Group], n: int) -> list[tuple[Group, int]]:
+    """n samples over as many groups as there are: first one of each group, then the next of each."""
+    longest = max(len(g.samples) for g in groups)
+    every = [(g, i) for i in range(longest) for g in groups if i < len(g.samples)]
+    return every[:n]

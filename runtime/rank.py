@@ -1,0 +1,94 @@
+"""This process's place in an attempt, why the attempt must end early, and what happens when it goes wrong."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+
+from runtime import report, topology
+from runtime.config import RunConfig, SiteConfig
+from runtime.errors import EXIT_CODES
+from runtime.load import load_run, load_site
+from runtime.topology import RankSlot, Topology
+
+logger = logging.getLogger("main")
+
+RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+
+
+class Stop:
+    """Why the run must end early; empty: go on. Set by signals: SIGTERM is a preemption, SIGUSR2 the walltime."""
+
+    def __init__(self) -> None:
+        self._reason = ""
+
+    def __call__(self) -> str:
+        return self._reason
+
+    def listen(self) -> None:
+        for number, reason in ((signal.SIGTERM, "preempted"), (signal.SIGUSR2, "timeout")):
+            signal.signal(number, lambda _number, _frame, reason=reason: self._set(reason))
+
+    def _set(self, reason: str) -> None:
+        self._reason = self._reason or reason
+
+
+class Rank:
+    """This process's place in the attempt."""
+
+    def __init__(self, run_dir: Path, attempt: int, environment: Mapping[str, str]) -> None:
+        self.run_dir, self.attempt = run_dir, attempt
+        self.attempt_dir = run_dir / "attempts" / str(attempt)
+        self.config: RunConfig = load_run(run_dir / "config.yaml")
+        self.site: SiteConfig = load_site(str(run_dir / "site.yaml"))
+        nodes = [f"local-{i}" for i in range(topology.num_nodes(self.config.cluster))]
+        self.topology: Topology = topology.make(self.config.cluster, self.config.rollout, self.site, nodes)
+        self.slot: RankSlot = self.topology.ranks[rank_of(environment)]
+
+    @property
+    def role(self) -> str:
+        return "control" if self.slot.rank == self.topology.controller else self.slot.role
+
+
+def rank_of(environment: Mapping[str, str]) -> int:
+    """World rank before MPI is there to be asked: the spawner must start before MPI_Init."""
+    return next((int(environment[name]) for name in RANK_VARIABLES if name in environment), 0)
+
+
+class Guard:
+    """The edge of the process: the first exception in any thread is reported and ends all ranks."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self.abort: Callable[[int], None] = os._exit
+        """Ends all ranks; before the MPI world exists, this process, which mpiexec and srun take for the same."""
+
+    def watch_threads(self) -> None:
+        threading.excepthook = lambda args: self.end(args.exc_type, args.exc_value, args.exc_traceback)
+
+    def end(self, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+        """Does not return."""
+        error = error or kind()
+        text = "".join(traceback.format_exception(kind, error, trace))
+        found = report.kind_of(error)
+        logger.error("%s", str(error) if found == "config" else text)
+        message = str(error) or kind.__name__
+        report.write(
+            self._rank.attempt_dir,
+            report.Report(
+                kind=found,
+                message=message if found != "bug" else f"{kind.__name__}: {message}",
+                rank=self._rank.slot.rank,
+                role=self._rank.role,
+                traceback=text,
+            ),
+        )
+        sys.stderr.flush()
+        self.abort(EXIT_CODES[found])

@@ -1,0 +1,226 @@
+"""What a rank does by its role: start what must exist before MPI_Init, join the world, take a place, leave with all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+
+from runtime import device, plugins, report
+from runtime.comm.mailbox import MailboxClient, MailboxServer
+from runtime.comm.messages import Answer, Bootstrap, Command
+from runtime.comm.network import address_of
+from runtime.comm.world import World
+from runtime.controller import Controller, algorithm_of
+from runtime.data import name_of
+from runtime.rank import Guard, Rank, Stop
+from runtime.rollout import agent
+from runtime.rollout.base import EngineKind
+from runtime.rollout.keeper import EngineSettings, EngineStart
+from runtime.rollout.process import Spawner
+from runtime.rollout.scoring import RewardPool
+
+TOKEN_BYTES = 32
+
+
+def run_controller(rank: Rank, guard: Guard) -> str:
+    """The controller, with this node's agent in a thread beside it; why the run ended early, or ""."""
+    stop = Stop()
+    stop.listen()
+    config = rank.config
+    with ExitStack() as stack:
+        before = _BeforeMpi(rank, stack)
+        controller = Controller(config, rank.run_dir, rank.topology, rank.attempt)
+        world = _join(rank, guard)
+        token = secrets.token_bytes(TOKEN_BYTES)
+        host = address_of(rank.site.fabric_interface)
+        mailbox = MailboxServer(host, token, config.limits.heartbeat_s)
+        stack.callback(mailbox.close)
+        bootstrap = Bootstrap(
+            endpoint=mailbox.endpoint,
+            public_key=mailbox.public_key,
+            token=token,
+            resume=str(controller.resume_from or ""),
+        )
+        world.broadcast(bootstrap, Bootstrap, config.limits.start_s)
+        own = _connect(rank, bootstrap)
+        stack.callback(own.close)
+        beside = threading.Thread(target=before.be_agent, args=(own,), name="agent", daemon=True)
+        beside.start()
+        mailbox.expect((r.rank for r in rank.topology.ranks), config.limits.start_s)
+        reason = controller.run(world, mailbox, stop)
+        beside.join(config.limits.stop_s)
+        report.write(
+            rank.attempt_dir,
+            report.Report(kind=reason or "done", message=_message(reason), role=rank.role),  # pyright: ignore[reportArgumentType]
+        )
+        world.close(config.limits.stop_s)
+    return reason
+
+
+def run_agent(rank: Rank, guard: Guard) -> str:
+    with ExitStack() as stack:
+        before = _BeforeMpi(rank, stack)
+        world = _join(rank, guard)
+        bootstrap = world.broadcast(None, Bootstrap, rank.config.limits.start_s)
+        mailbox = _connect(rank, bootstrap)
+        stack.callback(mailbox.close)
+        before.be_agent(mailbox)
+        world.close(rank.config.limits.stop_s)
+    return ""
+
+
+def run_trainer(rank: Rank, guard: Guard) -> str:
+    """A trainer rank: torch is imported here, and nowhere else outside the engines."""
+    import torch
+
+    from runtime.comm.weights import BroadcastSender
+    from runtime.trainer import group, worker
+    from runtime.trainer.fsdp import FsdpTrainer, configure_torch
+
+    config, limits = rank.config, rank.config.limits
+    configure_torch(config.trainer.threads or _threads(rank), config.deterministic)
+    with ExitStack() as stack:
+        world = _join(rank, guard)
+        bootstrap = world.broadcast(None, Bootstrap, limits.start_s)
+        mailbox = _connect(rank, bootstrap)
+        stack.callback(mailbox.close)
+        world.watch = mailbox.check
+        host = address_of(rank.site.fabric_interface)
+        where = torch.device(device.torch_device(rank.slot.device))
+        own = rank.topology.trainers.index(rank.slot.rank)
+        if (size := len(rank.topology.trainers)) > 1:
+            backend, interface = device.backend(where), rank.site.fabric_interface
+            group.start(world, own, size, backend=backend, interface=interface, timeout_s=limits.start_s)
+        trainer = FsdpTrainer(
+            Path(config.models.policy.path),
+            config.trainer,
+            where,
+            temperature=config.rollout.sampling.temperature,
+            bucket_bytes=config.sync.bucket_bytes,
+        )
+        if bootstrap.resume:
+            trainer.restore(Path(bootstrap.resume))
+        sender = None
+        if own == 0:
+            sender = BroadcastSender(host, device.backend(where), device=str(where), timeout_s=config.sync.timeout_s)
+        port = _Port(world, rank.topology.controller)
+        settings = worker.Settings(device=str(where), timeout_s=limits.rollout_s + limits.train_s)
+        worker.serve(port, trainer, algorithm_of(config), sender, settings)
+        world.close(limits.stop_s)
+    return ""
+
+
+class _Port:
+    """The controller, seen from a trainer rank."""
+
+    def __init__(self, world: World, controller: int) -> None:
+        self._world, self._controller = world, controller
+
+    def receive(self, timeout_s: float) -> Command:
+        return self._world.receive(self._controller, Command, timeout_s)
+
+    def answer(self, answer: Answer) -> None:
+        self._world.send(self._controller, answer, ANSWER_S)
+
+
+ANSWER_S = 300.0
+"""The controller takes answers whenever it waits for them."""
+
+
+class _BeforeMpi:
+    """What an agent starts before MPI_Init, since forking after it is undefined on many fabrics."""
+
+    def __init__(self, rank: Rank, stack: ExitStack) -> None:
+        self._rank, config = rank, rank.config
+        self._datasets = {name_of(d): d for d in (*config.data, *config.evaluation.sets)}
+        self._spawner = Spawner()
+        stack.callback(self._spawner.close)
+        self._rewards = RewardPool.start(self._datasets, config.rollout.reward_workers, config.rollout.reward_timeout_s)
+        stack.callback(self._rewards.close)
+
+    def be_agent(self, mailbox: MailboxClient) -> None:
+        rank, config = self._rank, self._rank.config
+        kind_module = plugins.find("engine", config.rollout.engine, "rollout.engine")
+        kind: EngineKind = kind_module.build(
+            plugins.options(kind_module, config.rollout.engine_options, "rollout.engine_options")
+        )
+        settings = agent.Settings(
+            node=rank.slot.node,
+            rank=rank.slot.rank,
+            seed=config.seed,
+            datasets=self._datasets,
+            tokenizer=config.models.policy.path,
+            max_concurrent=config.rollout.max_concurrent,
+            wait_s=config.limits.rollout_s,
+            engines=_engine_starts(rank),
+            engine=EngineSettings(
+                host=address_of(rank.site.fabric_interface),
+                log_dir=str(rank.attempt_dir),
+                token_file=str(_engine_token(rank)),
+                threads=_threads(rank),
+                deterministic=config.deterministic,
+                pause=config.sync.pause,
+                call_s=config.sync.timeout_s,
+                start_s=config.limits.start_s,
+                silence_s=config.limits.heartbeat_s,
+                restarts=config.limits.engine_restarts,
+            ),
+        )
+        agent.run(settings, mailbox, self._spawner, kind, self._rewards)
+
+
+def _join(rank: Rank, guard: Guard) -> World:
+    world = World.start(
+        rank.topology,
+        hosts_are_nodes=rank.site.scheduler != "local",
+        timeout_s=rank.config.limits.start_s,
+    )
+    guard.abort = world.abort
+    return world
+
+
+def _connect(rank: Rank, bootstrap: Bootstrap) -> MailboxClient:
+    return MailboxClient(
+        bootstrap.endpoint,
+        bootstrap.public_key,
+        bootstrap.token,
+        rank=rank.slot.rank,
+        silence_s=rank.config.limits.heartbeat_s,
+    )
+
+
+def _engine_starts(rank: Rank) -> tuple[EngineStart, ...]:
+    environment = {**os.environ, **rank.site.env}
+    return tuple(
+        EngineStart(
+            id=slot.id,
+            model=slot.model,
+            path=rank.config.models.policy.path,
+            env=device.visible(slot.gpus, environment, device.platform() if slot.gpus else "cpu"),
+        )
+        for slot in rank.topology.engines_of(rank.slot.node)
+    )
+
+
+def _engine_token(rank: Rank) -> Path:
+    """A fresh bearer token for this attempt's engines on this node, in a file only we can read."""
+    path = rank.run_dir / "secrets" / f"engines-{rank.attempt}-{rank.slot.node}"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(TOKEN_BYTES))
+    return path
+
+
+def _threads(rank: Rank) -> int:
+    """torch threads of a trainer rank or engine: this machine's cores over all of them that stand on it."""
+    nodes = set(range(len(rank.topology.nodes))) if rank.site.scheduler == "local" else {rank.slot.node}
+    here = sum(r.role == "trainer" and r.node in nodes for r in rank.topology.ranks)
+    here += sum(nodes.intersection(e.nodes) != set() for e in rank.topology.engines)
+    return max(1, len(os.sched_getaffinity(0)) // max(1, here))
+
+
+def _message(reason: str) -> str:
+    return "" if not reason else f"stopped early: {reason}; the state is saved, `resume` goes on from it"

@@ -1,0 +1,246 @@
+"""The program of one agent: it keeps the node's engines alive and plays leases against them, as the controller says.
+
+Everything is a task in one group. An exception that nobody expected in any of them ends all, goes to the controller as
+a Fault, and is raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import traceback
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from runtime import plugins
+from runtime.comm.messages import (
+    AskJournal,
+    Commit,
+    Connect,
+    Disconnect,
+    Drop,
+    Fault,
+    Finished,
+    FromAgent,
+    Hello,
+    Receive,
+    Reply,
+    Restart,
+    StopAgent,
+    ToAgent,
+    Work,
+)
+from runtime.comm.messages import Journal as JournalMessage
+from runtime.config import DataSet
+from runtime.errors import EngineLost, SluiceError
+from runtime.rollout import keeper
+from runtime.rollout.base import EngineKind, Environment
+from runtime.rollout.keeper import EngineSettings, EngineStart, Keeper
+from runtime.rollout.pool import Pool
+from runtime.rollout.process import Exited
+from runtime.rollout.sampler import Journal, Sampler
+from runtime.rollout.scoring import RewardPool
+from runtime.rollout.tokenizer import HfTokenizer
+from runtime.types import Lease
+
+logger = logging.getLogger("agent")
+
+Order = Connect | Receive | Commit | Disconnect
+
+
+class Mailbox(Protocol):
+    """What an agent needs of comm.mailbox.MailboxClient."""
+
+    def send(self, message: FromAgent) -> None: ...
+
+    async def next(self) -> ToAgent: ...
+
+
+class Spawner(keeper.Spawner, Protocol):
+    exits: asyncio.Queue[Exited]
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    node: int
+    rank: int
+    seed: int
+    """The run's."""
+    datasets: dict[str, DataSet]
+    """By the name that prompts carry, evaluation sets included."""
+    tokenizer: str
+    """Folder of the policy's tokenizer."""
+    max_concurrent: int
+    """Samples that run at the same time."""
+    wait_s: float
+    """Bound of a sample's wait for any engine: a restart, the batch in training, a push."""
+    engines: tuple[EngineStart, ...]
+    engine: EngineSettings
+
+
+def run(settings: Settings, mailbox: Mailbox, spawner: Spawner, kind: EngineKind, rewards: RewardPool) -> None:
+    """Be an agent until told to stop, in a thread or a process of its own."""
+    asyncio.run(serve(settings, mailbox, spawner, kind, rewards))
+
+
+async def serve(settings: Settings, mailbox: Mailbox, spawner: Spawner, kind: EngineKind, rewards: RewardPool) -> None:
+    """Be an agent until told to stop.
+
+    Args:
+        mailbox, spawner, rewards: made before MPI_Init or just after it; the caller closes them.
+
+    Raises:
+        SluiceError, Exception: the first thing that went wrong; the controller was sent a Fault.
+    """
+    try:
+        await _Agent(settings, mailbox, spawner, kind, rewards).run()
+    except Exception as e:  # the edge of the agent: nothing is lost, the attempt ends
+        first = _first(e)
+        fault = first.kind if isinstance(first, SluiceError) else "bug"
+        trace = "".join(traceback.format_exception(first))
+        message = str(first) or type(first).__name__
+        mailbox.send(Fault(node=settings.node, kind=fault, message=message, traceback=trace))
+        raise first from None
+
+
+def _first(error: BaseException) -> BaseException:
+    """What a task group was ended by."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+class _Agent:
+    def __init__(
+        self, settings: Settings, mailbox: Mailbox, spawner: Spawner, kind: EngineKind, rewards: RewardPool
+    ) -> None:
+        self._settings, self._mailbox, self._spawner, self._rewards = settings, mailbox, spawner, rewards
+        pool = Pool(settings.wait_s)
+        self._keepers = {
+            start.id: Keeper(start, settings.engine, kind, spawner, pool, mailbox.send) for start in settings.engines
+        }
+        self._sampler = Sampler(
+            seed=settings.seed,
+            pool=pool,
+            permits=asyncio.Semaphore(settings.max_concurrent),
+            environments={name: _environment(dataset) for name, dataset in settings.datasets.items()},
+            tokenizer=HfTokenizer(settings.tokenizer),
+            rewards=rewards,
+        )
+        self._journals: dict[int, Journal] = {}
+        """Of the leases that run, by number."""
+        self._leases: dict[int, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        self._mailbox.send(Hello(node=self._settings.node, rank=self._settings.rank))
+        await self._rewards.attach()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                services = [tasks.create_task(self._rewards.listen()), tasks.create_task(self._hear_of_exits())]
+                services += [tasks.create_task(k.keep()) for k in self._keepers.values()]
+                orders: set[asyncio.Task[None]] = set()
+                while not isinstance(message := await self._mailbox.next(), StopAgent):
+                    if task := self._obey(message, tasks):
+                        orders.add(task)
+                        task.add_done_callback(orders.discard)
+                for task in [*services, *orders, *self._leases.values()]:
+                    task.cancel()
+        finally:
+            endings = (k.end() for k in self._keepers.values())
+            for failure in await asyncio.gather(*endings, return_exceptions=True):
+                if failure is not None:
+                    logger.warning("an engine did not end: %s", failure)
+
+    def _obey(self, message: ToAgent, tasks: asyncio.TaskGroup) -> asyncio.Task[None] | None:
+        """Begin what the controller says; the task of an order that takes time."""
+        match message:
+            case Work():
+                for lease in sorted(message.leases, key=lambda lease: lease.number):
+                    self._begin(lease, tasks)
+            case Drop():
+                for number in message.numbers:
+                    self._forget(number)
+            case Restart():
+                for engine in message.engines:
+                    self._keepers[engine].restart(message.reason)
+            case AskJournal():
+                journals = {n: tuple(tuple(made) for made in journal) for n, journal in self._journals.items()}
+                self._mailbox.send(JournalMessage(request=message.request, journals=journals))
+            case Connect() | Receive() | Commit() | Disconnect():
+                return tasks.create_task(self._carry_out(message))
+            case _:
+                raise AssertionError(f"no agent obeys {message!r}")
+        return None
+
+    # ---- leases
+
+    def _begin(self, lease: Lease, tasks: asyncio.TaskGroup) -> None:
+        assert lease.number not in self._leases, f"lease {lease.number} runs already"
+        journal: Journal = [list(made) for made in lease.journal] or [[] for _ in range(lease.num_samples)]
+        self._journals[lease.number] = journal
+        self._leases[lease.number] = tasks.create_task(self._play(lease, journal))
+
+    async def _play(self, lease: Lease, journal: Journal) -> None:
+        begun = time.monotonic()
+        group = await self._sampler.run(lease, journal)
+        del self._leases[lease.number], self._journals[lease.number]
+        for engine in self._keepers.values():
+            engine.progressed()
+        seconds = time.monotonic() - begun
+        self._mailbox.send(Finished(group=group, purpose=lease.purpose, seconds=seconds))
+
+    def _forget(self, number: int) -> None:
+        if task := self._leases.pop(number, None):
+            del self._journals[number]
+            task.cancel()
+
+    # ---- engines
+
+    async def _hear_of_exits(self) -> None:
+        while True:
+            ended = await self._spawner.exits.get()
+            for engine in self._keepers.values():
+                engine.exited(ended.name, ended.code)
+
+    async def _carry_out(self, order: Order) -> None:
+        """On all its engines side by side, then reply who failed."""
+        mismatched: dict[int, tuple[str, ...]] = {}
+
+        async def commit(engine: int, digests: Mapping[str, str]) -> None:
+            if differ := await self._keepers[engine].commit(digests):
+                mismatched[engine] = differ
+
+        match order:
+            case Connect():
+                failures = await _all(order.ranks, lambda e: self._keepers[e].connect(order.address, order.ranks[e]))
+            case Receive():
+                failures = await _all(
+                    order.engines, lambda e: self._keepers[e].receive(order.manifest, order.version, order.group)
+                )
+            case Commit():
+                failures = await _all(order.engines, lambda e: commit(e, order.digests))
+            case Disconnect():
+                failures = await _all(order.engines, lambda e: self._keepers[e].disconnect(order.group))
+        self._mailbox.send(Reply(request=order.request, failures=failures, mismatched=mismatched))
+
+
+async def _all(engines: Iterable[int], do: Callable[[int], Coroutine[Any, Any, None]]) -> dict[int, str]:
+    """Do it on each engine at the same time; the reasons of those that failed."""
+
+    async def one(engine: int) -> str:
+        try:
+            await do(engine)
+        except EngineLost as e:
+            return str(e)
+        return ""
+
+    engines = list(engines)
+    reasons = await asyncio.gather(*(one(e) for e in engines))
+    return {e: reason for e, reason in zip(engines, reasons, strict=True) if reason}
+
+
+def _environment(dataset: DataSet) -> Environment:
+    module = plugins.find("environment", dataset.environment, "environment")
+    return module.build(plugins.options(module, dataset.environment_options, "environment_options"))

@@ -1,0 +1,45 @@
+"""The embedded engine: the project's own small server over a transformers model, for CPUs and for exact repeats."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from runtime.rollout.base import Engine
+from runtime.rollout.engines._dialect import DialectClient
+from runtime.rollout.process import SOCKET_FD
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    slots: Annotated[int, Meta(ge=1)] = 32
+    """Requests decoded at a time; more wait."""
+    max_length: Annotated[int, Meta(ge=0)] = 0
+    """Longest prompt and answer together; 0: the model's max_position_embeddings. The cache is allocated for it, and
+    deterministic mode reads all of it at every token: set it to what the task needs."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: as in the model's config.json. Weights must be pushed in this dtype."""
+    threads: Annotated[int, Meta(ge=0)] = 0
+    """torch threads; 0: the engine's share of its node. Deterministic mode uses 1."""
+
+
+class EmbeddedKind:
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def command(self, *, model: str, token_file: str, threads: int, deterministic: bool) -> list[str]:
+        config = self._config
+        argv = [sys.executable, "-m", "runtime.rollout.embedded"]
+        argv += ["--model", model, "--socket-fd", SOCKET_FD, "--token-file", token_file]
+        argv += ["--slots", str(config.slots), "--max-length", str(config.max_length), "--dtype", config.dtype]
+        argv += ["--threads", str(1 if deterministic else config.threads or max(1, threads))]
+        return [*argv, "--deterministic"] if deterministic else argv
+
+    def client(self, *, url: str, token: str, timeout_s: float) -> Engine:
+        return DialectClient(url=url, token=token, timeout_s=timeout_s)
+
+
+def build(options: Config) -> EmbeddedKind:
+    return EmbeddedKind(options)

@@ -1,0 +1,262 @@
+"""Keeps one engine slot alive: starts its process, watches it, starts it again, and carries out the orders it gets.
+
+start --answers--> EngineReady: fresh --Commit--> in the pool --Receive--> out of it --Commit--> in the pool
+  ^                                                                                                  |
+  +---------- EngineDown: exited, silent, failed at a completion, or told to restart <---------------+
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from runtime.comm.messages import EngineDown, EngineReady
+from runtime.errors import EngineLost
+from runtime.rollout.base import EngineKind
+from runtime.rollout.pool import Pool, Running
+from runtime.rollout.process import Started
+from runtime.types import GroupAddress, Manifest
+
+POLL_S = 0.1
+PROBE_S = 5.0
+"""Between probes of a silent engine; also the bound of one."""
+GRACE_S = 5.0
+"""From TERM to KILL."""
+LOG_LINES = 5
+
+
+class Spawner(Protocol):
+    """What a keeper needs of process.Spawner."""
+
+    async def start(self, name: str, argv: Sequence[str], env: Mapping[str, str], log: str, host: str) -> Started: ...
+
+    async def stop(self, name: str, grace_s: float) -> None: ...
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How the engines of this agent are started and watched."""
+
+    host: str
+    """Address they listen on."""
+    log_dir: str
+    token_file: str
+    threads: int
+    deterministic: bool
+    pause: str
+    """sync.pause"""
+    call_s: float
+    """Bound of one call to an engine."""
+    start_s: float
+    """Bound from the start of its process to its first answer."""
+    silence_s: float
+    """An engine that has not answered for so long hangs."""
+    restarts: int
+    """Of one slot, without a finished group in between."""
+
+
+class EngineStart(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine."""
+
+    id: int
+    model: str
+    """Role of its model, such as policy."""
+    path: str
+    """Folder of the model."""
+    env: dict[str, str]
+    """All of its environment, visible devices included."""
+
+
+class Keeper:
+    def __init__(
+        self,
+        start: EngineStart,
+        settings: EngineSettings,
+        kind: EngineKind,
+        spawner: Spawner,
+        pool: Pool,
+        report: Callable[[EngineReady | EngineDown], None],
+    ) -> None:
+        self._start, self._settings, self._kind = start, settings, kind
+        self._spawner, self._pool, self._report = spawner, pool, report
+        self._starts = 0
+        self._restarts = 0
+        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._running: Running | None = None
+        """The engine that answers; None while it is started."""
+        self._orders = asyncio.Lock()
+        """Orders to one engine are carried out one after the other."""
+
+    @property
+    def process(self) -> str:
+        """Name of the process of this start."""
+        return f"engine-{self._start.id}.{self._starts}"
+
+    @property
+    def log(self) -> str:
+        return str(Path(self._settings.log_dir) / f"engine-{self._start.id}.log")
+
+    async def keep(self) -> None:
+        """Until cancelled.
+
+        Raises:
+            EngineLost: it was restarted as often as allowed, and lost again.
+        """
+        while True:
+            try:
+                running = await self._bring_up()
+                reason = await self._watch(running)
+            except EngineLost as e:
+                reason = str(e)
+            await self._take_down(reason)
+
+    # ---- what happens to it
+
+    def exited(self, process: str, code: int) -> None:
+        """A process ended; that of an earlier start is no news."""
+        if process == self.process:
+            how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+            last_words = "" if code == -signal.SIGKILL else _end_of(self.log)
+            self._lose(f"the engine {how}{last_words}")
+
+    def restart(self, reason: str) -> None:
+        """End it and start it again, unless that is under way."""
+        if self._running is not None:
+            self._lose(reason)
+
+    def progressed(self) -> None:
+        """A group was finished: restarts count anew."""
+        self._restarts = 0
+
+    def _lose(self, reason: str) -> None:
+        if not self._lost.done():
+            self._lost.set_result(reason)
+
+    async def end(self) -> None:
+        """End its process, for good."""
+        self._pool.withdraw(self._start.id)
+        await self._spawner.stop(self.process, GRACE_S)
+        if self._running is not None:
+            await self._running.engine.close()
+
+    # ---- its life
+
+    async def _bring_up(self) -> Running:
+        s, start = self._settings, self._start
+        self._starts += 1
+        self._lost = asyncio.get_running_loop().create_future()
+        argv = self._kind.command(
+            model=start.path, token_file=s.token_file, threads=s.threads, deterministic=s.deterministic
+        )
+        started = await self._spawner.start(self.process, argv, start.env, self.log, s.host)
+        host = f"[{s.host}]" if ":" in s.host else s.host
+        token = Path(s.token_file).read_text().strip()
+        engine = self._kind.client(url=f"http://{host}:{started.port}", token=token, timeout_s=s.call_s)
+        running = Running(start.id, engine, self._lost)
+        try:
+            async with asyncio.timeout(s.start_s):
+                while not await self._answers(running):
+                    await running.loss(POLL_S)
+                description = await running.call(engine.describe())
+            self._running = running
+        except TimeoutError:
+            raise EngineLost(f"engine {start.id} did not answer within {s.start_s:g} s{_end_of(self.log)}") from None
+        finally:
+            if self._running is None:
+                await engine.close()
+        self._report(EngineReady(engine=start.id, model=start.model, can=description.can))
+        return running
+
+    async def _watch(self, running: Running) -> str:
+        """Until it is lost; why. Traffic shows that it lives; when there is none it is probed."""
+        while True:
+            if reason := await running.loss(PROBE_S):
+                return reason
+            if running.silent_s < PROBE_S or self._orders.locked():
+                continue
+            if not await self._answers(running) and running.silent_s > self._settings.silence_s:
+                return f"the engine has not answered for {running.silent_s:.0f} s"
+
+    async def _answers(self, running: Running) -> bool:
+        """One probe.
+
+        Raises:
+            EngineLost: it was lost meanwhile.
+        """
+        try:
+            async with asyncio.timeout(PROBE_S):
+                return await running.call(running.engine.health())
+        except TimeoutError:
+            return False
+        except EngineLost:
+            if running.is_lost:
+                raise
+            return False
+
+    async def _take_down(self, reason: str) -> None:
+        id, running, self._running = self._start.id, self._running, None
+        self._lose(reason)
+        self._pool.withdraw(id)
+        self._restarts += 1
+        self._report(EngineDown(engine=id, reason=reason, restarts=self._restarts))
+        if self._restarts > self._settings.restarts:
+            times = f"{self._restarts} times without a finished group in between"
+            raise EngineLost(f"engine {id} was lost {times}; the last time: {reason}")
+        await self._spawner.stop(self.process, GRACE_S)
+        if running is not None:
+            await running.engine.close()
+
+    # ---- orders; each raises EngineLost
+
+    async def connect(self, address: GroupAddress, rank: int) -> None:
+        await self._order(lambda running: running.engine.connect(address, rank))
+
+    async def disconnect(self, group: str) -> None:
+        await self._order(lambda running: running.engine.disconnect(group))
+
+    async def receive(self, manifest: Manifest, version: int, group: str) -> None:
+        """Take the engine out of the pool, pause it, let it take the weights."""
+
+        async def work(running: Running) -> None:
+            self._pool.withdraw(running.id)
+            await running.engine.pause(self._settings.pause)
+            await running.engine.receive(manifest, version, group)
+
+        await self._order(work)
+
+    async def commit(self, digests: Mapping[str, str]) -> tuple[str, ...]:
+        """Let the engine go on, if its weights are those with these digests; else the names that differ."""
+        differ: list[str] = []
+
+        async def work(running: Running) -> None:
+            if digests:
+                held = await running.engine.checksums()
+                differ.extend(name for name, digest in digests.items() if held.get(name) != digest)
+            if not differ:
+                await running.engine.resume()
+                self._pool.admit(running)
+
+        await self._order(work)
+        return tuple(differ)
+
+    async def _order(self, work: Callable[[Running], Awaitable[None]]) -> None:
+        async with self._orders:
+            running = self._running
+            if running is None:
+                raise EngineLost(f"engine {self._start.id} is being started")
+
+            async def run() -> None:
+                await work(running)
+
+            await running.call(run())
+
+
+def _end_of(log: str) -> str:
+    """The last lines of an engine's log: why it ended, or does not answer."""
+    path = Path(log)
+    lines = path.read_text(errors="replace").splitlines()[-LOG_LINES:] if path.is_file() else []
+    return f"; the end of {log}:\n" + "\n".join(lines) if lines else ""

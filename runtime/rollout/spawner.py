@@ -1,0 +1,206 @@
+"""The small process that starts, watches and ends the engines of one agent.
+
+An agent is an MPI rank, and forking after MPI_Init is undefined on many fabrics: so the agent starts this process
+before it, and asks it for engines over a socket pair, one JSON object a line (see `process.Spawner`, the agent's side).
+It holds no standard stream of its rank, runs in its own session, and lives exactly as long as that socket: when the
+agent closes it, or dies, every engine tree is ended and this process leaves.
+
+An engine tree is its session, plus whatever carries its mark: an environment variable that children inherit, also
+those that leave the session. (The mark alone is not enough: a process that sets its title overwrites its environment.)
+Engines die with this process (PDEATHSIG), and their orphans are reaped here (subreaper).
+
+Standard library only and run as a file: it starts in 30 ms, stays small and imports nothing of the project.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+MARK: Final[str] = "SLUICE_ENGINE_MARK"
+SOCKET_FD: Final[str] = "{socket_fd}"
+CLOSE_GRACE_S: Final[float] = 2.0
+"""From TERM to KILL for all engines once the agent is gone."""
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def tree(pid: int, mark: str) -> list[int]:
+    """The living processes of the engine that was started as `pid` with this mark."""
+    needle = f"{MARK}={mark}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            state, _, _, session = (entry / "stat").read_bytes().rpartition(b")")[2].split()[:4]
+            if state not in b"ZX" and (int(session) == pid or needle in (entry / "environ").read_bytes().split(b"\0")):
+                found.append(int(entry.name))
+    return found
+
+
+def kill_tree(pid: int, mark: str, limit_s: float = 5.0) -> bool:
+    """SIGKILL an engine tree, again for what was forked meanwhile; False if some of it outlives the limit."""
+    end = time.monotonic() + limit_s
+    while pids := tree(pid, mark):
+        if time.monotonic() > end:
+            return False
+        _signal(pids, signal.SIGKILL)
+        time.sleep(0.005)
+    return True
+
+
+def _signal(pids: list[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+@dataclass
+class _Child:
+    name: str
+    mark: str
+    process: subprocess.Popen[bytes]
+    kill_at: float | None = None
+    """When a stopped engine that is still there is killed, on the monotonic clock."""
+
+
+class _Server:
+    """The loop: requests from the agent, dead children, and the clock of stopped engines."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+        self._libc = ctypes.CDLL(None)
+        self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self._children: dict[str, _Child] = {}
+        self._input = b""
+        self._wake, wake_end = socket.socketpair()
+        wake_end.setblocking(False)
+        self._wake.setblocking(False)
+        signal.set_wakeup_fd(wake_end.fileno())
+        self._wake_end = wake_end
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        # Slurm and terminals signal every process of a job; the agent decides when its engines end.
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(link, selectors.EVENT_READ)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+
+    def run(self) -> None:
+        """Serve until the agent is gone, then end every engine."""
+        while self._turn():
+            pass
+        self._selector.unregister(self._link)
+        for child in self._children.values():
+            self._stop(child, CLOSE_GRACE_S)
+        while self._children:
+            self._turn()
+
+    def _turn(self) -> bool:
+        """Wait for one event; False once the agent is gone."""
+        times = [c.kill_at for c in self._children.values() if c.kill_at is not None]
+        timeout = max(0.0, min(times) - time.monotonic()) if times else None
+        there = True
+        for key, _ in self._selector.select(timeout):
+            if key.fileobj is self._link:
+                there = self._read()
+            else:
+                with contextlib.suppress(BlockingIOError):
+                    self._wake.recv(4096)
+        self._reap()
+        for child in list(self._children.values()):
+            if child.kill_at is not None and time.monotonic() >= child.kill_at:
+                child.kill_at = None
+                kill_tree(child.process.pid, child.mark)
+        return there
+
+    def _read(self) -> bool:
+        try:
+            data = self._link.recv(1 << 16)
+        except ConnectionResetError:
+            return False
+        if not data:
+            return False
+        *lines, self._input = (self._input + data).split(b"\n")
+        for line in lines:
+            request = json.loads(line)
+            if request["do"] == "start":
+                self._start(request)
+            elif request["name"] in self._children:
+                self._stop(self._children[request["name"]], request["grace_s"])
+        return True
+
+    def _start(self, request: dict[str, Any]) -> None:
+        name = request["name"]
+        try:
+            child, port = self._spawn(request)
+        except OSError as e:
+            self._say({"event": "refused", "name": name, "reason": str(e)})
+            return
+        self._children[name] = child
+        self._say({"event": "started", "name": name, "pid": child.process.pid, "port": port})
+
+    def _spawn(self, request: dict[str, Any]) -> tuple[_Child, int]:
+        family = socket.AF_INET6 if ":" in request["host"] else socket.AF_INET
+        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            with socket.create_server((request["host"], 0), family=family, backlog=1024) as listener:
+                process = subprocess.Popen(
+                    [part.replace(SOCKET_FD, str(listener.fileno())) for part in request["argv"]],
+                    env={**request["env"], MARK: request["mark"]},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(listener.fileno(),),
+                    start_new_session=True,
+                    preexec_fn=self._before_exec,  # this process has one thread
+                )
+                port = listener.getsockname()[1]
+        finally:
+            os.close(log)
+        return _Child(request["name"], request["mark"], process), port
+
+    def _before_exec(self) -> None:
+        self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_DFL)
+
+    def _stop(self, child: _Child, grace_s: float) -> None:
+        _signal(tree(child.process.pid, child.mark), signal.SIGTERM)
+        child.kill_at = time.monotonic() + grace_s
+
+    def _reap(self) -> None:
+        """Take in dead children: of an engine, also end what it left; of others, just the zombie."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            child = next((c for c in self._children.values() if c.process.pid == pid), None)
+            if child is None:
+                continue
+            del self._children[child.name]
+            child.process.returncode = os.waitstatus_to_exitcode(status)
+            kill_tree(child.process.pid, child.mark)
+            self._say({"event": "exited", "name": child.name, "code": child.process.returncode})
+
+    def _say(self, event: dict[str, Any]) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the agent is gone: the next read says so
+            self._link.sendall(json.dumps(event).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    _Server(socket.socket(fileno=int(sys.argv[1]))).run()

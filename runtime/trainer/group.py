@@ -1,0 +1,40 @@
+"""torch.distributed's default group: the trainer ranks of one attempt."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any, Protocol
+
+import msgspec
+import torch.distributed as dist
+
+from runtime.comm.network import address_of
+from runtime.comm.rendezvous import listen_store, reach_store
+from runtime.types import GroupAddress
+
+
+class World(Protocol):
+    """What this needs of comm.world.World."""
+
+    def trainers_broadcast(self, message: msgspec.Struct | None, kind: Any, timeout_s: float) -> Any: ...
+
+
+def start(world: World, rank: int, size: int, *, backend: str, interface: str, timeout_s: float) -> None:
+    """Form the group; its store listens on a port that the kernel chose and MPI made known.
+
+    Args:
+        rank, size: among the trainer ranks.
+        interface: network interface peers use; empty: loopback.
+    """
+    # Without it gloo and NCCL pick a device by host name, which on many clusters is another network's.
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, interface or "lo")
+    address, store = None, None
+    if rank == 0:
+        host = address_of(interface)
+        store, port = listen_store(host, timeout_s)
+        address = GroupAddress(name="trainers", host=host, port=port, world_size=size, backend=backend)
+    address = world.trainers_broadcast(address, GroupAddress, timeout_s)
+    store = store or reach_store(address, rank, timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))

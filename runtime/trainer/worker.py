@@ -1,0 +1,164 @@
+"""What a trainer rank runs: one stream of commands from the controller, each answered before the next is taken.
+
+All trainer ranks get the same commands in the same order and call the trainer alike, so that its collectives meet.
+Weight groups are rank 0's: the others only take part in gathering what it sends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Protocol
+
+import msgspec
+import numpy as np
+import torch
+
+from runtime.comm import messages as m
+from runtime.errors import PeerLost, SluiceError, WaitTimeout
+from runtime.trainer.base import Algorithm, Trainer
+from runtime.types import GroupAddress, Manifest, MicroBatch, Share
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+GROUP_ERRORS: Final = (PeerLost, WaitTimeout)
+"""How a weight group fails: a member is gone or late. The controller decides what follows."""
+
+
+class CommandPort(Protocol):
+    """The controller, seen from a trainer rank."""
+
+    def receive(self, timeout_s: float) -> m.Command:
+        """The next command; raises WaitTimeout."""
+        ...
+
+    def answer(self, answer: m.Answer) -> None: ...
+
+
+class Sender(Protocol):
+    """Rank 0's side of the weight channel, as comm.weights has it; groups are told apart by name."""
+
+    def open(self, name: str, world_size: int) -> GroupAddress: ...
+
+    def join(self, name: str) -> None: ...
+
+    def push(self, name: str, manifest: Manifest, weights: Iterator[tuple[str, Tensor]]) -> dict[str, str]: ...
+
+    def close(self, name: str) -> None: ...
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    device: str
+    timeout_s: float
+    """Longest silence of the controller."""
+
+
+def serve(port: CommandPort, trainer: Trainer, algorithm: Algorithm, sender: Sender | None, settings: Settings) -> None:
+    """Obey commands until StopTrainer.
+
+    Args:
+        sender: None on trainer ranks other than 0.
+
+    Raises:
+        WaitTimeout: no command came in time.
+    """
+    worker = _Worker(trainer, algorithm, sender, torch.device(settings.device))
+    while True:
+        command = port.receive(settings.timeout_s)
+        port.answer(worker.obey(command))
+        if isinstance(command, m.StopTrainer):
+            return
+
+
+class _Worker:
+    def __init__(self, trainer: Trainer, algorithm: Algorithm, sender: Sender | None, device: torch.device) -> None:
+        self.trainer, self.algorithm, self.sender, self.device = trainer, algorithm, sender, device
+
+    def obey(self, command: m.Command) -> m.Answer:
+        match command:
+            case m.Train(share=share):
+                return m.Trained(metrics=self._train(share))
+            case m.Describe():
+                return m.Described(manifest=self.trainer.manifest())
+            case m.Save(path=path):
+                self.trainer.save(Path(path))
+            case m.Export(path=path):
+                self.trainer.export(Path(path))
+            case m.Push(group=group):
+                return self._push(group)
+            case m.OpenGroup() | m.JoinGroup() | m.CloseGroup():
+                return self._weight_group(command)
+            case m.StopTrainer():
+                pass
+        return m.Done()
+
+    def _train(self, share: Share) -> dict[str, float]:
+        begin = time.perf_counter()
+        updates = [[self._to_device(batch) for batch in update] for update in share.updates]
+        batches = [batch for update in updates for batch in update]
+        if "old" in self.algorithm.needs and len(updates) > 1:
+            scores = self.trainer.score(batches, "policy", frozenset({"logprobs"}))
+            batches = [b.with_extras({"old": s.logprobs}) for b, s in zip(batches, scores, strict=True)]
+        refined = iter(self.algorithm.refine(batches, self.trainer.all_sum))
+        want = self.algorithm.needs & {"entropy"}
+        results = [
+            self.trainer.update(
+                [next(refined) for _ in update], self.algorithm.losses, totals, self.algorithm.denominator, want
+            )
+            for update, totals in zip(updates, share.totals, strict=True)
+        ]
+        return {
+            **_over_updates(results),
+            "train_tokens": float(sum(totals.tokens for totals in share.totals)),
+            "update_s": time.perf_counter() - begin,
+        }
+
+    def _to_device(self, batch: MicroBatch) -> MicroBatch:
+        # A received array is a view of read-only bytes: torch wants memory of its own.
+        return batch.map(lambda array: torch.from_numpy(np.array(array)).to(self.device))
+
+    def _push(self, group: str) -> m.Answer:
+        weights = self.trainer.weights()
+        try:
+            digests = {} if self.sender is None else self.sender.push(group, self.trainer.manifest(), weights)
+        except GROUP_ERRORS as e:
+            return m.Failed(reason=_reason(e))
+        finally:
+            for _ in weights:  # the other ranks gather to the end, so this one does too, whatever became of the push
+                pass
+        return m.Pushed(digests=digests)
+
+    def _weight_group(self, command: m.OpenGroup | m.JoinGroup | m.CloseGroup) -> m.Answer:
+        if self.sender is None:
+            return m.Done()
+        try:
+            match command:
+                case m.OpenGroup(name=name, world_size=world_size):
+                    return m.Opened(address=self.sender.open(name, world_size))
+                case m.JoinGroup(name=name):
+                    self.sender.join(name)
+                case m.CloseGroup(name=name):
+                    self.sender.close(name)
+        except GROUP_ERRORS as e:
+            return m.Failed(reason=_reason(e))
+        return m.Done()
+
+
+def _reason(error: SluiceError) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _over_updates(results: list[dict[str, float]]) -> dict[str, float]:
+    """Metrics of a batch: means over its updates; maxima, counts and the last learning rate as they are called."""
+
+    def one(name: str, values: list[float]) -> float:
+        if name.endswith("_max"):
+            return max(values)
+        if name == "skipped_updates":
+            return sum(values)
+        return values[-1] if name == "learning_rate" else sum(values) / len(values)
+
+    names: Mapping[str, float] = results[0] if results else {}
+    return {name: one(name, [result[name] for result in results]) for name in names}

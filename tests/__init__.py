@@ -1,0 +1,1 @@
+"""The proofs that the project does what its documents say."""

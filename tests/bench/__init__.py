@@ -1,0 +1,1 @@
+"""Benchmarks, each a ratio inside one run."""

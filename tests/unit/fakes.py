@@ -1,0 +1,161 @@
+"""An engine in process that can be told to fail, and the other ends of an agent: its mailbox, its spawner.
+
+Faults such as a hang, a death in mid-generation or weights of wrong bytes cannot be made at will with a real engine.
+"""
+
+import asyncio
+import hashlib
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from runtime.errors import EngineLost
+from runtime.rollout.base import Description
+from runtime.rollout.process import Exited, Started
+from runtime.types import Completion
+
+WEIGHTS = {"embed": "d0", "layers.0.up": "d1", "layers.0.down": "d2"}
+
+
+def drawn(seed, position, vocabulary=8):
+    """The token that every engine draws at this position: as with the real ones, a function of seed and position."""
+    return 5 + hashlib.blake2b(f"{seed}|{position}".encode()).digest()[0] % vocabulary
+
+
+class FakeEngine:
+    """Implements rollout.base.Engine."""
+
+    def __init__(self, version=-1):
+        self.version = version
+        self.calls = []
+        self.faults = []
+        """One a generate call: None, "dies", "hangs", or a number of tokens after which it aborts."""
+        self.held = dict(WEIGHTS)
+        self.answers = True
+        """To probes."""
+        self.paused = asyncio.Event()
+        self.running = asyncio.Event()
+        self.running.set()
+        self.groups = []
+        self.broken_group = ""
+        self.delay_s = 0.0
+
+    async def describe(self):
+        return Description(model="policy", version=self.version, can=("seed", "spans"))
+
+    async def generate(self, tokens, params, session=""):
+        self.calls.append((list(tokens), params, session))
+        fault = self.faults.pop(0) if self.faults else None
+        await self.running.wait()
+        await asyncio.sleep(self.delay_s)
+        if fault == "dies":
+            raise EngineLost("connection reset")
+        if fault == "hangs":
+            await asyncio.Event().wait()
+        n = params.max_new_tokens if fault is None else fault
+        made = [drawn(params.seed, len(tokens) + i) for i in range(n)]
+        stop = next((i + 1 for i, t in enumerate(made) if t == 5), None)
+        finish = "stop" if stop else "length" if fault is None else "abort"
+        made = made[:stop]
+        return Completion(
+            tokens=np.array(made, np.int32),
+            logprobs=-np.arange(1, len(made) + 1, dtype=np.float32),
+            versions=((0, self.version),) if made else (),
+            finish=finish,
+        )
+
+    async def pause(self, mode):
+        self.running.clear()
+
+    async def resume(self):
+        self.running.set()
+
+    async def connect(self, address, rank):
+        if self.broken_group:
+            raise EngineLost(self.broken_group)
+        self.groups.append((address.name, rank))
+
+    async def disconnect(self, group):
+        self.groups = [g for g in self.groups if g[0] != group]
+
+    async def receive(self, manifest, version, group):
+        assert not self.running.is_set(), "an engine takes weights when it is paused"
+        self.version = version
+
+    async def checksums(self):
+        return self.held
+
+    async def health(self):
+        if not self.answers:
+            await asyncio.Event().wait()
+        return True
+
+    async def close(self):
+        pass
+
+
+@dataclass
+class FakeKind:
+    """Engines by the port that the spawner gave out."""
+
+    engines: dict = field(default_factory=dict)
+    prepare: object = lambda engine: None
+    """Called with each new engine."""
+
+    def command(self, *, model, token_file, threads, deterministic):
+        return ["engine", model]
+
+    def client(self, *, url, token, timeout_s):
+        engine = self.engines[int(url.rpartition(":")[2])] = FakeEngine()
+        self.prepare(engine)
+        return engine
+
+
+class FakeSpawner:
+    def __init__(self):
+        self.exits = asyncio.Queue()
+        self.names = []
+        self.stopped = []
+        self.refuse = 0
+        """So many processes exit at once."""
+
+    async def start(self, name, argv, env, log, host):
+        self.names.append(name)
+        if self.refuse:
+            self.refuse -= 1
+            Path(log).write_text("no such model\n")
+            self.exits.put_nowait(Exited(name, 3))
+        return Started(pid=1, port=len(self.names))
+
+    async def stop(self, name, grace_s):
+        if name not in self.stopped:
+            self.stopped.append(name)
+            self.exits.put_nowait(Exited(name, -15))
+
+
+class FakeMailbox:
+    """Both ends: the agent's (`send`, `next`) and the test's (`tell`, `until`)."""
+
+    def __init__(self):
+        self._in = asyncio.Queue()
+        self._out = asyncio.Queue()
+        self.seen = defaultdict(list)
+
+    def send(self, message):
+        self._out.put_nowait(message)
+
+    async def next(self):
+        return await self._in.get()
+
+    def tell(self, message):
+        self._in.put_nowait(message)
+
+    async def until(self, kind, limit_s=5.0):
+        """The next message of this kind; others are kept in `seen`."""
+        while True:
+            message = await asyncio.wait_for(self._out.get(), limit_s)
+            self.seen[type(message)].append(message)
+            if isinstance(message, kind):
+                return message

@@ -1,0 +1,76 @@
+"""Environments and rewards that the tests name by dotted path: one module is both kinds of plugin."""
+
+import asyncio
+import os
+import time
+
+import msgspec
+import numpy as np
+
+from runtime.rollout.environments.single_turn import SingleTurn
+from runtime.types import Sample
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    play: str
+
+
+def build(options):
+    return {"plain": plain, "judge": Judge(), "two_turns": TwoTurns(), "raises": Raises(), "ragged": Ragged()}[
+        options.play
+    ]
+
+
+def plain(text, answer):
+    """What a reward may do wrong, by what the text says."""
+    word = text.split()[0] if text.split() else ""
+    if word == "raise":
+        raise ValueError(f"cannot judge {text!r}")
+    if word == "hang":
+        time.sleep(60)
+    if word == "exit":
+        os._exit(7)
+    if word == "nan":
+        return float("nan")
+    return float(text == answer)
+
+
+class Judge:
+    async def score(self, samples, texts, prompt):
+        await asyncio.sleep(60 if prompt.answer == "hang" else 0)
+        if prompt.answer == "raise":
+            raise RuntimeError("the judge is out")
+        return [None if t == "" else float(len(t)) for t in texts]
+
+
+class TwoTurns:
+    """Two segments: the second goes on from a summary of the first."""
+
+    async def run(self, prompt, index, generate, tokenizer):
+        first = await generate(list(prompt.tokens))
+        second = await generate([1, *first.tokens[-2:].tolist()])
+        return [self._sample(prompt, index, i, made) for i, made in enumerate([first, second])]
+
+    def _sample(self, prompt, index, segment, made):
+        return Sample(
+            prompt_id=prompt.id,
+            index=index,
+            segment=segment,
+            tokens=made.tokens,
+            loss_mask=np.ones(len(made.tokens), bool),
+            logprobs=made.logprobs,
+            versions=made.versions,
+        )
+
+
+class Raises(SingleTurn):
+    async def run(self, prompt, index, generate, tokenizer):
+        if index == 1:
+            raise OSError("the sandbox is gone")
+        return await super().run(prompt, index, generate, tokenizer)
+
+
+class Ragged(SingleTurn):
+    async def run(self, prompt, index, generate, tokenizer):
+        (sample,) = await super().run(prompt, index, generate, tokenizer)
+        return [] if index == 0 else [msgspec.structs.replace(sample, logprobs=sample.logprobs[1:])]

@@ -1,0 +1,381 @@
+"""An agent from Hello to StopAgent, with engines that fail as they are told to."""
+
+import asyncio
+import itertools
+
+import pytest
+
+from runtime.comm.messages import (
+    AskJournal,
+    Commit,
+    Connect,
+    Disconnect,
+    Drop,
+    EngineDown,
+    EngineReady,
+    Fault,
+    Finished,
+    Hello,
+    Journal,
+    Receive,
+    Reply,
+    Restart,
+    StopAgent,
+    Work,
+)
+from runtime.config import DataSet
+from runtime.errors import EngineLost, PeerLost
+from runtime.rollout import keeper
+from runtime.rollout.agent import Settings, serve
+from runtime.rollout.keeper import EngineSettings, EngineStart
+from runtime.rollout.process import Exited
+from runtime.rollout.scoring import RewardPool
+from runtime.types import GroupAddress, Lease, Manifest, Prompt, SamplingParams
+from tests.unit.fakes import WEIGHTS, FakeKind, FakeMailbox, FakeSpawner
+from tests.unit.test_sampler import save_tokenizer
+
+DATASETS = {"math": DataSet(path="none")}
+GROUP = GroupAddress(name="weights-1", host="127.0.0.1", port=1, world_size=3, backend="gloo")
+MANIFEST = Manifest(names=tuple(WEIGHTS), dtypes=("float32",) * 3, shapes=((1,),) * 3, bucket_bytes=64)
+
+
+class Bench:
+    """An agent under test and the controller's side of it."""
+
+    def __init__(self, folder, num_engines=2, **changes):
+        self.mailbox, self.spawner, self.kind = FakeMailbox(), FakeSpawner(), FakeKind()
+        (folder / "token").write_text("secret\n")
+        (folder / "model").mkdir(exist_ok=True)
+        save_tokenizer(folder / "model")
+        engine = {
+            "host": "127.0.0.1",
+            "log_dir": str(folder),
+            "token_file": str(folder / "token"),
+            "threads": 1,
+            "deterministic": False,
+            "pause": "retract",
+            "call_s": 10.0,
+            "start_s": 5.0,
+            "silence_s": 0.3,
+            "restarts": 2,
+        }
+        self.settings = Settings(
+            node=1,
+            rank=3,
+            seed=0,
+            datasets=DATASETS,
+            tokenizer=str(folder / "model"),
+            max_concurrent=8,
+            wait_s=5.0,
+            engines=tuple(
+                EngineStart(id=i, model="policy", path=str(folder / "model"), env={}) for i in range(num_engines)
+            ),
+            engine=EngineSettings(**engine | changes),
+        )
+        self.requests = itertools.count(1)
+
+    def engine(self, start):
+        """The engine of the `start`-th process, from 1."""
+        return self.kind.engines[start]
+
+    async def until(self, kind):
+        """The next message of a kind; an agent that ends instead ends the test."""
+        waiting = asyncio.create_task(self.mailbox.until(kind))
+        await asyncio.wait([waiting, self.agent], return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            waiting.cancel()
+            self.agent.result()
+        return await waiting
+
+    async def ask(self, make, **fields):
+        request = next(self.requests)
+        self.mailbox.tell(make(request=request, **fields))
+        reply = await self.until(Reply)
+        assert reply.request == request
+        return reply
+
+    async def publish(self, version, engines=(0, 1), digests=WEIGHTS):
+        made = [await self.ask(Connect, address=GROUP, ranks={e: e + 1 for e in engines})]
+        made.append(await self.ask(Receive, group=GROUP.name, manifest=MANIFEST, version=version, engines=engines))
+        made.append(await self.ask(Commit, version=version, digests=digests, engines=engines))
+        assert [r.failures for r in made] == [{}, {}, {}]
+        return made[-1].mismatched
+
+    async def started(self, engines=(0, 1), version=0):
+        for _ in engines:
+            await self.until(EngineReady)
+        assert await self.publish(version, engines) == {}
+
+
+@pytest.fixture
+def drive(tmp_path, monkeypatch):
+    """Run a scenario against an agent; afterwards the agent stops when told to, and ends its engines."""
+    monkeypatch.setattr(keeper, "PROBE_S", 0.05)
+
+    def run(scenario, stops=True, **options):
+        async def main():
+            bench = Bench(tmp_path, **options)
+            bench.agent = asyncio.create_task(serve(bench.settings, bench.mailbox, bench.spawner, bench.kind, rewards))
+            try:
+                await scenario(bench)
+                if stops:
+                    bench.mailbox.tell(StopAgent())
+                    await asyncio.wait_for(bench.agent, 5)
+                    assert set(bench.spawner.stopped) >= {f"engine-{e.id}.1" for e in bench.settings.engines}
+            finally:
+                bench.agent.cancel()
+
+        rewards = RewardPool.start(DATASETS, 1, 5.0)
+        try:
+            asyncio.run(asyncio.wait_for(main(), 20))
+        finally:
+            rewards.close()
+
+    return run
+
+
+def lease(number, num_samples=4, dataset="math", **fields):
+    prompt = Prompt(id=f"{dataset}:{number}", tokens=(1, 2, 3), dataset=dataset, answer="x")
+    made = {"version": 0, "params": SamplingParams(max_new_tokens=6), "num_samples": num_samples} | fields
+    return Lease(number=number, prompt=prompt, **made)
+
+
+def streams(finished):
+    return {f.group.lease: [s.tokens.tolist() for s in f.group.samples] for f in finished}
+
+
+async def finished(bench, n):
+    return [await bench.until(Finished) for _ in range(n)]
+
+
+def test_from_hello_to_stop(drive):
+    async def scenario(bench):
+        hello = await bench.until(Hello)
+        assert (hello.node, hello.rank) == (1, 3)
+        bench.mailbox.tell(Work(leases=(lease(2), lease(1, purpose="eval"))))
+        for _ in range(2):
+            ready = await bench.until(EngineReady)
+            assert (ready.model, ready.can) == ("policy", ("seed", "spans"))
+        await asyncio.sleep(0.05)
+        assert not any(bench.engine(i).calls for i in (1, 2)), "nothing is sampled before version 0 is committed"
+        await bench.publish(0)
+        done = {f.group.lease: f for f in await finished(bench, 2)}
+        assert {n: f.purpose for n, f in done.items()} == {1: "eval", 2: "train"}
+        for f in done.values():
+            assert [s.index for s in f.group.samples] == [0, 1, 2, 3]
+            assert all(s.reward in (0.0, 1.0) for s in f.group.samples)
+            assert f.seconds > 0
+
+    drive(scenario)
+
+
+def test_nothing_is_sampled_while_weights_change(drive):
+    async def scenario(bench):
+        await bench.started()
+        await bench.ask(Receive, group=GROUP.name, manifest=MANIFEST, version=1, engines=(0, 1))
+        bench.mailbox.tell(Work(leases=(lease(1),)))
+        await asyncio.sleep(0.05)
+        assert not bench.mailbox.seen[Finished]
+        await bench.ask(Commit, version=1, digests={}, engines=(0, 1))
+        (done,) = await finished(bench, 1)
+        assert {s.versions for s in done.group.samples} == {((3, 1),)}
+        await bench.ask(Disconnect, group=GROUP.name, engines=(0, 1))
+        assert [bench.engine(i).groups for i in (1, 2)] == [[], []]
+
+    drive(scenario)
+
+
+def test_other_bytes_are_named_and_not_sampled_with(drive):
+    async def scenario(bench):
+        await bench.until(EngineReady)
+        await bench.until(EngineReady)
+        bench.engine(2).held["layers.0.up"] = "flipped"
+        del bench.engine(2).held["embed"]
+        assert await bench.publish(3) == {1: ("embed", "layers.0.up")}
+        bench.mailbox.tell(Work(leases=(lease(1),)))
+        await finished(bench, 1)
+        assert not bench.engine(2).calls
+
+    drive(scenario)
+
+
+def test_orders_fail_by_engine(drive):
+    async def scenario(bench):
+        await bench.started()
+        bench.engine(2).broken_group = "rank 2 waited 5 s for rank 0"
+        reply = await bench.ask(Connect, address=GROUP, ranks={0: 1, 1: 2})
+        assert reply.failures == {1: "rank 2 waited 5 s for rank 0"}
+        assert not bench.mailbox.seen[EngineDown], "a broken group is no lost engine"
+
+    drive(scenario)
+
+
+def test_an_engine_that_dies_is_replaced_and_nothing_is_lost_or_doubled(drive):
+    """The only engine is killed in mid-generation; the groups are those of an undisturbed agent."""
+
+    async def undisturbed(bench):
+        await bench.started((0,))
+        bench.mailbox.tell(Work(leases=tuple(lease(n) for n in range(5))))
+        expected.update(streams(await finished(bench, 5)))
+
+    async def disturbed(bench):
+        await bench.started((0,))
+        bench.engine(1).faults = [None] * 6 + ["hangs"] * 20
+        bench.mailbox.tell(Work(leases=tuple(lease(n) for n in range(5))))
+        done = await finished(bench, 1)
+        bench.spawner.exits.put_nowait(Exited("engine-0.1", -9))
+        down = await bench.until(EngineDown)
+        assert (down.engine, down.reason, down.restarts) == (0, "the engine was killed by signal 9", 1)
+        await bench.until(EngineReady)
+        assert not bench.engine(2).calls, "it holds no weights yet"
+        assert await bench.publish(0, (0,)) == {}
+        done += await finished(bench, 4)
+        assert streams(done) == expected
+        assert bench.spawner.names == ["engine-0.1", "engine-0.2"]
+
+    expected = {}
+    drive(undisturbed, num_engines=1)
+    drive(disturbed, num_engines=1)
+
+
+def test_a_hung_engine_counts_as_lost(drive):
+    async def scenario(bench):
+        await bench.started()
+        bench.engine(1).answers = False
+        bench.engine(1).faults = ["hangs"] * 9
+        bench.mailbox.tell(Work(leases=(lease(1),)))
+        down = await bench.until(EngineDown)
+        assert down.engine == 0
+        assert "has not answered for" in down.reason
+        await finished(bench, 1)  # by the other engine
+        assert bench.spawner.names.count("engine-0.2") == 1
+
+    drive(scenario)
+
+
+def test_an_engine_that_fails_at_a_completion_is_restarted(drive):
+    async def scenario(bench):
+        await bench.started()
+        bench.engine(1).faults = ["dies"]
+        bench.mailbox.tell(Work(leases=(lease(1),)))
+        down = await bench.until(EngineDown)
+        assert (down.engine, down.reason) == (0, "connection reset")
+        await finished(bench, 1)
+        assert "engine-0.1" in bench.spawner.stopped
+
+    drive(scenario)
+
+
+def test_restart_by_order(drive):
+    async def scenario(bench):
+        await bench.started()
+        bench.mailbox.tell(Restart(engines=(1,), reason="left out of a push"))
+        bench.mailbox.tell(Restart(engines=(1,), reason="again"))
+        assert (await bench.until(EngineDown)).reason == "left out of a push"
+        assert (await bench.until(EngineReady)).engine == 1
+        assert bench.spawner.names.count("engine-1.2") == 1
+        assert len(bench.mailbox.seen[EngineDown]) == 1
+
+    drive(scenario)
+
+
+def test_restarts_are_bounded_unless_groups_finish(drive):
+    async def scenario(bench):
+        await bench.started((0,))
+        for i in range(2, 6):  # each restart with a group in between
+            bench.mailbox.tell(Restart(engines=(0,), reason="a test"))
+            assert (await bench.until(EngineDown)).restarts == 1
+            await bench.until(EngineReady)
+            await bench.publish(0, (0,))
+            bench.mailbox.tell(Work(leases=(lease(i),)))
+            await finished(bench, 1)
+        bench.spawner.refuse = 9
+        bench.mailbox.tell(Restart(engines=(0,), reason="a test"))
+        fault = await bench.mailbox.until(Fault)
+        assert fault.kind == "engine_lost"
+        assert "lost 3 times without a finished group" in fault.message
+        assert "exited with code 3" in fault.message
+        assert "no such model" in fault.message, "the end of its log"
+        assert [d.restarts for d in bench.mailbox.seen[EngineDown][-3:]] == [1, 2, 3]
+        with pytest.raises(EngineLost):
+            await bench.agent
+
+    drive(scenario, stops=False, num_engines=1)
+
+
+def test_an_engine_that_never_answers_is_bounded(drive):
+    async def scenario(bench):
+        bench.kind.prepare = lambda engine: setattr(engine, "answers", False)
+        fault = await bench.mailbox.until(Fault)
+        assert "did not answer within 0.1 s" in fault.message
+        with pytest.raises(EngineLost):
+            await bench.agent
+
+    drive(scenario, stops=False, num_engines=1, start_s=0.1)
+
+
+def test_journals_and_drop(drive):
+    """What was sampled goes on in a new lease, after the first was dropped."""
+
+    async def scenario(bench):
+        await bench.started((0,))
+        bench.engine(1).faults = [None, None, "hangs", "hangs"]
+        bench.mailbox.tell(Work(leases=(lease(1),)))
+        await asyncio.sleep(0.1)
+        bench.mailbox.tell(AskJournal(request=9))
+        journal = await bench.until(Journal)
+        assert journal.request == 9
+        assert [len(made) for made in journal.journals[1]] == [1, 1, 0, 0]
+        bench.mailbox.tell(Drop(numbers=(1, 77)))
+        bench.mailbox.tell(Work(leases=(lease(1, journal=journal.journals[1]),)))
+        (done,) = await finished(bench, 1)
+        assert len(bench.engine(1).calls) == 6
+        tokens = [s.tokens[3:].tolist() for s in done.group.samples[:2]]
+        assert tokens == [made[0].tokens.tolist() for made in journal.journals[1][:2]]
+        bench.mailbox.tell(AskJournal(request=10))
+        assert (await bench.until(Journal)).journals == {}
+
+    drive(scenario, num_engines=1)
+
+
+def test_leases_run_in_order_and_no_more_than_allowed(drive):
+    async def scenario(bench):
+        await bench.started((0,))
+        bench.engine(1).delay_s = 0.02
+        bench.mailbox.tell(Work(leases=tuple(lease(n) for n in (5, 3, 4, 1, 2))))
+        order = [f.group.lease for f in await finished(bench, 5)]
+        assert order == [1, 2, 3, 4, 5]
+        assert [session for _, _, session in bench.engine(1).calls[:8]] == ["math:1"] * 4 + ["math:2"] * 4
+
+    drive(scenario, num_engines=1)
+
+
+def test_a_bug_ends_the_agent_with_a_fault(drive):
+    async def scenario(bench):
+        await bench.started()
+        bench.mailbox.tell(Work(leases=(lease(1, dataset="unknown"), lease(2))))
+        bench.mailbox.tell(Restart(engines=(99,), reason="no such engine"))
+        fault = await bench.mailbox.until(Fault)
+        assert (fault.node, fault.kind) == (1, "bug")
+        assert "99" in fault.message
+        assert "agent.py" in fault.traceback
+        with pytest.raises(KeyError):
+            await bench.agent
+        assert set(bench.spawner.stopped) == {"engine-0.1", "engine-1.1"}
+
+    drive(scenario, stops=False)
+
+
+def test_a_lost_controller_ends_the_agent(drive):
+    async def scenario(bench):
+        async def gone():
+            raise PeerLost("the controller has been silent for 60 s")
+
+        await bench.started()
+        bench.mailbox.next = gone
+        bench.mailbox.tell(AskJournal(request=1))
+        with pytest.raises(PeerLost):
+            await asyncio.wait_for(bench.agent, 5)
+        assert set(bench.spawner.stopped) == {"engine-0.1", "engine-1.1"}
+
+    drive(scenario, stops=False)

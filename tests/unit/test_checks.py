@@ -1,0 +1,183 @@
+"""What is checked before anything is started: each mistake is one message, exit code 2, and no run folder."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from launcher import check, cli, site
+from runtime.config import SiteConfig
+from runtime.errors import ConfigError
+from runtime.load import read_run
+from tests.unit.inputs import safetensors, write_inputs
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A current directory with a good run.yaml and what it names."""
+    write_inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return tmp_path
+
+
+def refused(capsys, *argv: str) -> str:
+    """The one message a command is refused with."""
+    assert cli.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and "Traceback" not in err
+    assert err.count("error: ") == 1
+    assert not Path("runs").exists(), "nothing is made before everything is checked"
+    return err
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("rollout.num_prompt=3", ["rollout.num_prompt", "value 3", "did you mean 'num_prompts'"]),
+        ("num_steps=ten", ["num_steps", "'ten'", "an integer"]),
+        ("algorithm.name=grop", ["--set: algorithm.name", "'grop'", "did you mean 'grpo'"]),
+        ("algorithm.options={clip_hig: 1}", ["algorithm.options.clip_hig", "value 1", "did you mean 'clip_high'"]),
+        ("rollout.engine=embeded", ["rollout.engine", "'embeded'", "did you mean 'embedded'"]),
+        ("data.0.reward=my.own.reward", ["data.0.reward", "my.own.reward", "PYTHONPATH"]),
+        ("data.0.reward_options={x: 1}", ["data.0.reward_options.x", "unknown key"]),
+        ("evaluation.sets.0.environment=none", ["evaluation.sets.0.environment", "'none'", "single_turn"]),
+        ("cluster.mode=colocated", ["cluster.mode", "'colocated' is not available yet", "split"]),
+        ("cluster.num_rollout_nodes=0", ["cluster.num_rollout_nodes", "is 0", "at least 1"]),
+        ("rollout.gpus_per_engine=2", ["rollout.gpus_per_engine", "2", "at most 1"]),
+        ("trainer.num_updates=9", ["trainer.num_updates", "9", "8 samples", "lower it"]),
+        ("data=[]", ["--set: data", "is empty"]),
+        ("evaluation.sets=[{path: held.jsonl}, {path: held.jsonl}]", ["evaluation.sets.1.name", "'held'", "`name`"]),
+        ("site=locl", ["'locl'", "did you mean 'local'"]),
+        ("data.0.path=trian.jsonl", ["data.0.path", "trian.jsonl", "did you mean 'train.jsonl'"]),
+        ("models.policy.path=nowhere", ["models.policy.path", "nowhere", "does not exist"]),
+        ("models.policy.path=run.yaml", ["models.policy.path", "is a file, not a folder"]),
+    ],
+)
+def test_mistakes_in_values(here, capsys, override, words):
+    message = refused(capsys, "submit", "run.yaml", "--set", override)
+    assert all(word in message for word in words), message
+    assert "fix: " in message
+
+
+def test_mistakes_name_the_line_of_the_file(here, capsys):
+    text = Path("run.yaml").read_text()
+    Path("run.yaml").write_text(text.replace("num_samples: 2", "gpus_per_engine: 4\n  num_samples: 2"))
+    assert "run.yaml:9: rollout.gpus_per_engine" in refused(capsys, "plan", "run.yaml")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", ["data.0.path", "train.jsonl is empty"]),
+        (b"\n \n", ["data.0.path", "train.jsonl is empty"]),
+        (b'{"prompt": "1", "answer": 1}\n{"prompt": "1", "ans', ["train.jsonl:2", "not valid JSON", '"ans']),
+        (b'{"prompt": "1", "answer": 1}\n\n[1]\n', ["train.jsonl:3", "not a JSON object", "[1]"]),
+        (b"\x7fELF\0\0\0\n", ["train.jsonl:1", "binary"]),
+        (b'{"prompt": "\xff", "answer": 1}\n', ["train.jsonl:1", "not valid JSON"]),
+        (b'{"prompt": "1"}\n', ["train.jsonl:1", "no `answer`", "keys: prompt"]),
+        (b'{"answer": "1"}\n', ["train.jsonl:1", "neither `messages` nor `prompt`"]),
+        (b'{"prompt": "1", "messages": [], "answer": "1"}\n', ["train.jsonl:1", "both"]),
+        (b'{"prompt": 1, "answer": "1"}\n', ["train.jsonl:1", "`prompt` is 1"]),
+        (b'{"messages": [], "answer": "1"}\n', ["train.jsonl:1", "`messages` is []"]),
+        (b'{"messages": "hi", "answer": "1"}\n', ["train.jsonl:1", "'hi'"]),
+        (b'{"messages": [{"role": "user"}], "answer": "1"}\n', ["train.jsonl:1", "messages[0]", "content"]),
+        (b'{"messages": [{"role": "usr", "content": ""}], "answer": 1}', ["messages[0]", "'usr'", "system, user"]),
+        (b'{"messages": [{"role": "user", "content": [1]}], "answer": 1}', ["messages[0]", "object of texts"]),
+        (b'{"prompt": "1", "answer": 1, "metadata": 3}', ["train.jsonl:1", "`metadata` is 3"]),
+    ],
+)
+def test_mistakes_in_data(here, capsys, data, words):
+    Path("train.jsonl").write_bytes(data)
+    message = refused(capsys, "submit", "run.yaml")
+    assert all(word in message for word in words), message
+
+
+def test_data_that_is_a_folder(here, capsys):
+    assert "is a folder" in refused(capsys, "submit", "run.yaml", "--set", "data.0.path=model")
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("config.json", None, ["config.json", "does not exist"]),
+        ("config.json", b"{", ["config.json", "cannot be read as JSON"]),
+        ("config.json", b"[]", ["config.json", "not a JSON object"]),
+        ("config.json", b"{}", ["config.json", "model_type"]),
+        ("model.safetensors", None, ["no weights"]),
+        ("model.safetensors", b"", ["(0 bytes)", "no safetensors file"]),
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n", ["no safetensors file"]),
+        ("model.safetensors", safetensors()[:-1], ["its header says"]),
+        ("model.safetensors", b"\2\0\0\0\0\0\0\0{}", ["holds no tensors"]),
+        ("model.safetensors.index.json", b'{"weight_map": {"w": "b.safetensors"}}', ["b.safetensors"]),
+        ("tokenizer.json", None, ["tokenizer.json", "does not exist"]),
+        ("tokenizer_config.json", b"{}", ["no chat template"]),
+    ],
+)
+def test_mistakes_in_the_model_folder(here, capsys, name, data, words):
+    file = here / "model" / name
+    file.unlink(missing_ok=True)
+    if data is not None:
+        file.write_bytes(data)
+    message = refused(capsys, "submit", "run.yaml")
+    assert "run.yaml:4: models.policy.path" in message
+    assert all(word in message for word in words), message
+
+
+def test_more_gpus_than_there_are(here, capsys, tmp_path):
+    Path("gpus.yaml").write_text("name: gpus\ngpus_per_node: 512\n")
+    message = refused(capsys, "submit", "run.yaml", "--site", "gpus.yaml")
+    assert "512 GPUs each need 1024 GPUs, this machine has" in message and "lower gpus_per_node" in message
+
+
+def test_gpus_are_counted_by_device_files(tmp_path):
+    assert site.num_gpus(tmp_path) == 0
+    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert site.num_gpus(tmp_path) == 3
+    amd = tmp_path / "amd"
+    (amd / "dri").mkdir(parents=True)
+    for name in ("kfd", "dri/renderD128", "dri/renderD129", "dri/card0"):
+        (amd / name).touch()
+    assert site.num_gpus(amd) == 2
+    (amd / "kfd").unlink()
+    assert site.num_gpus(amd) == 0, "render nodes without the compute driver are other graphics cards"
+
+
+def test_a_mask_of_gpus_is_kept(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert site.visible_gpus() == ()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1a")
+    with pytest.raises(ConfigError, match="by number"):
+        site.visible_gpus()
+
+
+def test_deterministic_needs_the_embedded_engine(here, monkeypatch):
+    loaded = read_run("run.yaml", ["deterministic=true"])
+    check.everything(loaded, SiteConfig(name="local"))
+    (here / "other_engine.py").write_text("import msgspec\nclass Config(msgspec.Struct): pass\nbuild = None\n")
+    monkeypatch.syspath_prepend(here)
+    (here / "outside").mkdir()
+    (here / "other_engine.py").rename(here / "outside" / "engine.py")
+    with pytest.raises(ConfigError, match=r"'outside\.engine' does not repeat"):
+        check.everything(
+            read_run("run.yaml", ["deterministic=true", "rollout.engine=outside.engine"]), SiteConfig(name="x")
+        )
+
+
+def test_warnings_do_not_stop_a_run(here, capsys):
+    Path("held.jsonl").write_text(Path("train.jsonl").read_text() + '{"prompt": "new", "answer": 1}\n')
+    sets = ["--set", "rollout.num_samples=1", "--set", "rollout.num_prompts=50"]
+    assert cli.main(["plan", "run.yaml", *sets]) == 0
+    err = capsys.readouterr().err
+    assert "--set: rollout.num_samples is 1" in err
+    assert "only 10 different prompts" in err
+    assert "10 of 11 prompts of 'held' are in the training data" in err
+    assert err.count("warning: ") == 3
+
+
+def test_the_same_prompt_is_recognised_in_both_spellings(here, capsys):
+    row = {"messages": [{"content": "3+1", "role": "user"}], "answer": "4"}
+    Path("held.jsonl").write_text(json.dumps(row))
+    assert cli.main(["plan", "run.yaml"]) == 0
+    assert "1 of 1 prompts of 'held'" in capsys.readouterr().err

@@ -1,0 +1,151 @@
+"""The spawner: engines start on a port of their own, and nothing of them is left, whoever dies first."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from runtime.errors import EngineLost
+from runtime.rollout.process import SOCKET_FD, Exited, Spawner, scrub
+
+# An engine that accepts one byte on its socket, with a child in its session and one that left it; both ignore TERM.
+ENGINE = """
+import os, signal, socket, subprocess, sys, time
+sleeper = [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(300)"]
+children = [subprocess.Popen(sleeper), subprocess.Popen(sleeper, start_new_session=True)]
+listener = socket.socket(fileno=int(sys.argv[1]))
+print(os.getpid(), *(c.pid for c in children), flush=True)
+link, _ = listener.accept()
+sys.exit(link.recv(1)[0])
+"""
+ARGV = [sys.executable, "-c", ENGINE, SOCKET_FD]
+
+
+def alive(pid):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+async def pids_in(log):
+    for _ in range(1000):
+        if Path(log).exists() and len(words := Path(log).read_text().split()) >= 3:
+            return [int(w) for w in words]
+        await asyncio.sleep(0.01)
+    raise AssertionError("the engine did not start within 10 s")
+
+
+def gone(pids, limit_s=8.0):
+    end = time.monotonic() + limit_s
+    while any(alive(p) for p in pids):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def run(scenario):
+    spawner = Spawner()
+    try:
+        return asyncio.run(asyncio.wait_for(scenario(spawner), 30))
+    finally:
+        spawner.close()
+
+
+def test_engine_listens_and_its_exit_code_is_told(tmp_path):
+    async def scenario(spawner):
+        log = str(tmp_path / "log")
+        started = await spawner.start("e0", ARGV, os.environ, log, "127.0.0.1")
+        pids = await pids_in(log)
+        assert pids[0] == started.pid and os.getsid(started.pid) == started.pid
+        with socket.create_connection(("127.0.0.1", started.port), 5) as link:
+            link.sendall(b"\x07")
+            assert await spawner.exits.get() == Exited("e0", 7)
+        assert gone(pids), "children of an engine that ended by itself are left"
+        again = await spawner.start("e0", ARGV, os.environ, log, "127.0.0.1")
+        assert again.pid != started.pid
+
+    run(scenario)
+
+
+def test_stop_ends_the_whole_tree_also_children_that_ignore_term(tmp_path):
+    async def scenario(spawner):
+        log = str(tmp_path / "log")
+        await spawner.start("e0", ARGV, os.environ, log, "127.0.0.1")
+        pids = await pids_in(log)
+        await spawner.stop("e0", 0.2)
+        assert (await spawner.exits.get()).name == "e0"
+        assert gone(pids, 1.0)
+        await spawner.stop("e0", 0.2)
+
+    run(scenario)
+
+
+def test_close_ends_every_engine(tmp_path):
+    async def scenario(spawner):
+        logs = [str(tmp_path / name) for name in "ab"]
+        starts = (spawner.start(log, ARGV, os.environ, log, "127.0.0.1") for log in logs)
+        first, second = await asyncio.gather(*starts)
+        assert first.port != second.port
+        return [pid for log in logs for pid in await pids_in(log)]
+
+    pids = run(scenario)
+    assert len(pids) == 6 and gone(pids)
+
+
+def test_killed_spawner_leaves_nothing_and_is_told(tmp_path):
+    async def scenario(spawner):
+        log = str(tmp_path / "log")
+        await spawner.start("e0", ARGV, os.environ, log, "127.0.0.1")
+        pids = await pids_in(log)
+        os.kill(spawner.pid, signal.SIGKILL)
+        assert await asyncio.wait_for(spawner.exits.get(), 8) == Exited("e0", -9)
+        assert gone(pids)
+        with pytest.raises(EngineLost, match="spawner"):
+            await spawner.start("e1", ARGV, os.environ, log, "127.0.0.1")
+
+    run(scenario)
+
+
+def test_killed_agent_leaves_nothing(tmp_path):
+    agent = f"""
+import asyncio, os, sys
+from runtime.rollout.process import Spawner
+spawner = Spawner()
+async def main():
+    await spawner.start("e0", {ARGV!r}, os.environ, {str(tmp_path / "log")!r}, "127.0.0.1")
+    print(spawner.pid, flush=True)
+    await asyncio.sleep(300)
+asyncio.run(main())
+"""
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen([sys.executable, "-c", agent], stdout=subprocess.PIPE, cwd=root)
+    spawner_pid = int(process.stdout.readline())
+    pids = [spawner_pid, *asyncio.run(pids_in(tmp_path / "log"))]
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert process.stdout.read() == b"", "the spawner held the stdout of its rank"
+    assert gone(pids)
+
+
+def test_refused_start_names_the_reason(tmp_path):
+    async def scenario(spawner):
+        with pytest.raises(EngineLost, match="nosuch"):
+            await spawner.start("e0", ["/nosuch"], os.environ, str(tmp_path / "log"), "127.0.0.1")
+        with pytest.raises(EngineLost, match="cannot start"):
+            await spawner.start("e0", ARGV, os.environ, str(tmp_path / "log"), "192.0.2.1")
+
+    run(scenario)
+
+
+def test_environment_is_scrubbed():
+    kept = {"NCCL_DEBUG": "1", "FI_PROVIDER": "cxi", "SLINGSHOT_VNIS": "3", "ROCR_VISIBLE_DEVICES": "0", "PATH": "/bin"}
+    dropped = ["PMI_RANK", "PMIX_RANK", "OMPI_COMM", "MPIR_X", "SLURM_NTASKS", "HYDRA_X", "http_proxy"]
+    assert scrub({**kept, **dict.fromkeys([*dropped, "HTTPS_PROXY"], "x")}) == kept

@@ -1,0 +1,84 @@
+"""A supervisor over a stand-in world, for faults a real world does not make at will.
+
+python -m tests.unit.world supervise RUN PART...     attempt n plays the n-th part, the last one for ever
+python -m tests.unit.world play RUN ATTEMPT PART     what such an attempt runs
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from launcher import plan, site
+from launcher.supervisor import Supervisor, main, open_log
+from runtime.errors import EXIT_CODES
+from runtime.load import load_run
+
+SLEEPER = [sys.executable, "-S", "-c", "import time; time.sleep(100)"]
+SUICIDE = "import os, sys, time; os.environ['PMI_RANK'] == '1' and os.kill(os.getpid(), 9); time.sleep(100)"
+
+
+def supervise(run: Path, parts: list[str]) -> None:
+    def world(attempt: int):
+        part = parts[min(attempt, len(parts) - 1)]
+        if part.startswith("mpiexec"):
+            rank = SLEEPER if part == "mpiexec_sleeps" else [sys.executable, "-S", "-c", SUICIDE]
+            where = ["-hosts", "localhost", "-launcher", "fork", "-rmk", "user", "-print-all-exitcodes"]
+            return [site.find_mpiexec(), *where, "-n", "3", *rank], plan.clean_env(os.environ, {})
+        command = [sys.executable, "-m", "tests.unit.world", "play", str(run), str(attempt), part]
+        return command, plan.clean_env(os.environ, {})
+
+    open_log(run)
+    report = Supervisor(run, world, load_run(run / "config.yaml").limits).run()
+    print(report.kind)
+
+
+def play(run: Path, attempt: int, part: str) -> None:
+    def report(kind: str, **more) -> None:
+        text = json.dumps({"kind": kind, "message": f"played {kind}", "role": "agent", **more})
+        (run / "attempts" / str(attempt) / "report.json").write_text(text)
+
+    def step(number: int) -> None:
+        line = {"step": number, "version": number, "reward": number / 4, "step_s": 0.5, "lag": 0.0, "time": time.time()}
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    if part in ("steps", "hangs"):
+        # A child in a session of its own, as ranks and engines are: no signal to a process group finds it.
+        subprocess.Popen(SLEEPER, start_new_session=True)
+    (run / "events.jsonl").open("a").write("{}\n")
+    if part == "steps":
+        for number in (1, 2, 3, 4):
+            step(number)
+        (run / "metrics.jsonl").open("a").write(json.dumps({"step": 4, "eval/held/accuracy": 0.75}) + "\n")
+        report("done")
+    elif part == "progress":
+        step(attempt + 1)
+        report("engine_lost", rank=1)
+        sys.exit(14)
+    elif part == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif part == "silent":
+        print("Traceback ...\nValueError: seven")
+        sys.exit(3)
+    elif part == "saves":
+        signal.signal(signal.SIGTERM, lambda *_: (report("preempted"), sys.exit(0)))
+        time.sleep(100)
+    elif part == "hangs":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(100)
+    else:
+        report(part)
+        sys.exit(EXIT_CODES[part])
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "supervise":
+        supervise(Path(sys.argv[2]), sys.argv[3:])
+    elif sys.argv[1] == "main":
+        sys.exit(main(sys.argv[2]))
+    else:
+        play(Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
