@@ -15,8 +15,6 @@ from runtime.errors import ConfigError
 from runtime.load import Key, Loaded
 
 DETERMINISTIC_ENGINE: Final = "embedded"
-NEED_GROUPS: Final = ("grpo",)
-"""Algorithms whose advantage is the difference to the rest of the group."""
 
 
 def everything(loaded: Loaded, site: SiteConfig) -> list[str]:
@@ -102,14 +100,17 @@ def _nodes(cluster: Cluster) -> str:
 
 def _sizes(loaded: Loaded) -> list[str]:
     config, warnings = loaded.config, []
-    if config.rollout.num_samples == 1 and config.algorithm.name in NEED_GROUPS:
+    rollout, choice = config.rollout, config.algorithm
+    module = plugins.find("algorithm", choice.name, loaded.where("algorithm", "name"))
+    algorithm = module.build(plugins.options(module, choice.options, loaded.where("algorithm", "options")))
+    if rollout.num_samples == 1 and not any(algorithm.advantages([reward])[0] for reward in (0.0, 1.0)):
         place = loaded.where("rollout", "num_samples")
-        warnings.append(f"{place} is 1: {config.algorithm.name} compares answers to one prompt, so nothing is learned")
-    if config.trainer.num_updates > config.rollout.num_prompts * config.rollout.num_samples:
+        warnings.append(f"{place} is 1: {choice.name} compares the answers to one prompt, so nothing will be learned")
+    size = rollout.num_prompts * rollout.num_samples
+    if config.trainer.num_updates > size:
         raise ConfigError(
             loaded.where("trainer", "num_updates"),
-            f"{config.trainer.num_updates} optimizer steps, but a batch has only "
-            f"{config.rollout.num_prompts * config.rollout.num_samples} samples",
+            f"{config.trainer.num_updates} optimizer steps, but a batch has only {size} samples",
             "lower it, or raise rollout.num_prompts",
         )
     return warnings
@@ -119,23 +120,21 @@ def _check_data(loaded: Loaded) -> list[str]:
     config = loaded.config
     if not config.data:
         raise ConfigError(loaded.where("data"), "is empty", "give at least one data set")
-    names: dict[str, str] = {}
-    for path, data in _datasets(config)[len(config.data) :]:
+    held_out = _datasets(config)[len(config.data) :]
+    names: set[str] = set()
+    for path, data in held_out:
         name = files.dataset_name(data)
         if name in names:
-            raise ConfigError(
-                loaded.where(*path, "name"), f"two evaluation sets are called {name!r}", "give one a `name`"
-            )
-        names[name] = name
-    prompts: dict[tuple[Key, ...], set[bytes]] = {
-        path: files.check_data(data.path, loaded.where(*path, "path")) for path, data in _datasets(config)
-    }
+            problem = f"two evaluation sets are called {name!r}"
+            raise ConfigError(loaded.where(*path, "name"), problem, "give one a `name`")
+        names.add(name)
+    prompts = {path: files.check_data(data.path, loaded.where(*path, "path")) for path, data in _datasets(config)}
     train = set().union(*(found for path, found in prompts.items() if path[0] == "data"))
     warnings = []
     if len(train) < config.rollout.num_prompts:
         place = loaded.where("rollout", "num_prompts")
         warnings.append(f"{place} is {config.rollout.num_prompts}, but there are only {len(train)} different prompts")
-    for path, data in _datasets(config)[len(config.data) :]:
+    for path, data in held_out:
         shared = len(prompts[path] & train)
         if shared:
             warnings.append(

@@ -35,7 +35,7 @@ def check_data(path: str, where: str) -> set[bytes]:
         ConfigError: the file or a line cannot be used; it names file:line.
     """
     file = Path(path)
-    _check_exists(file, where, "data file")
+    _check_readable(file, where)
     hashes = set()
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -46,17 +46,17 @@ def check_data(path: str, where: str) -> set[bytes]:
     return hashes
 
 
-def _check_exists(file: Path, where: str, what: str) -> None:
-    if file.is_dir():
-        raise ConfigError(where, f"{file} is a folder, not a {what}", "give a file")
-    if not file.exists():
-        beside = [p.name for p in file.parent.iterdir()] if file.parent.is_dir() else []
-        fix = f"{near_match(file.name, beside)}check the path; it is relative to the current directory"
-        raise ConfigError(where, f"{what} {file} does not exist", fix)
+def _check_readable(file: Path, where: str) -> None:
     try:
         file.open("rb").close()
-    except OSError as e:
-        raise ConfigError(where, f"{file} cannot be read: {e.strerror}", "check its permissions") from None
+    except FileNotFoundError:
+        beside = [p.name for p in file.parent.iterdir()] if file.parent.is_dir() else []
+        fix = f"{near_match(file.name, beside)}check the path; it is relative to the current directory"
+        raise ConfigError(where, f"data file {file} does not exist", fix) from None
+    except IsADirectoryError:
+        raise ConfigError(where, f"{file} is a folder, not a data file", "give a file of JSON lines") from None
+    except (OSError, ValueError) as e:
+        raise ConfigError(where, f"{file} cannot be read: {e}", "check the path and its permissions") from None
 
 
 def _check_row(line: bytes, where: str) -> bytes:

@@ -33,27 +33,27 @@ SAMPLE_RULE: Final = "-" * 80
 def status(args: argparse.Namespace) -> int:
     root = Path(args.runs)
     if args.run == "all":
-        found = runs.all_runs(root)
-        print(f"{'run':<44} {'state':<10} {'step':>9} {'reward':>7}  age")
-        for run in found:
-            progress, last = _progress(run)
-            step = f"{progress.step}/{progress.num_steps}"
-            print(f"{run.name:<44} {runs.state(run):<10} {step:>9} {number(last.get('reward'), '.3f'):>7}  {_age(run)}")
+        _list(runs.all_runs(root))
         return 0
     run = runs.find(args.run, root)
-    progress, last = _progress(run)
-    now = runs.read_status(run)
+    (progress, last), state, attempt = _progress(run), runs.state(run), runs.last_attempt(run)
     print(f"run      {run}")
-    print(
-        f"state    {runs.state(run)}" + (f", attempt {now.attempt}" if now.attempt >= 0 else "") + f", age {_age(run)}"
-    )
+    print(f"state    {state}" + (f", attempt {attempt}" if attempt >= 0 else "") + f", age {_age(run)}")
     print(f"step     {progress.step}/{progress.num_steps}" + _last_words(last))
     print(f"reward   {number(last.get('reward'), '.3f')}, held-out accuracy {number(progress.accuracy, '.3f')}")
-    if runs.state(run) in (*runs.FINAL, "died"):
-        print(_ending(run, runs.state(run)))
+    if state in (*runs.FINAL, "died"):
+        print(_ending(run, state))
     elif progress.seconds_left is not None:
         print(f"left     {duration(progress.seconds_left)}")
     return 0
+
+
+def _list(found: list[Path]) -> None:
+    print(f"{'run':<44} {'state':<10} {'step':>9} {'reward':>7}  age")
+    for run in found:
+        progress, last = _progress(run)
+        step = f"{progress.step}/{progress.num_steps}"
+        print(f"{run.name:<44} {runs.state(run):<10} {step:>9} {number(last.get('reward'), '.3f'):>7}  {_age(run)}")
 
 
 def _progress(run: Path) -> tuple[Progress, dict[str, Any]]:
@@ -69,8 +69,9 @@ def _last_words(last: dict[str, Any]) -> str:
 
 
 def _age(run: Path) -> str:
-    """Time since it was submitted."""
-    return duration(time.time() - (run / "secrets").stat().st_mtime)
+    """Time since it was first submitted."""
+    submitted = [file.stat().st_mtime for file in (run / "job").glob("*_submitted.pkl")]
+    return duration(time.time() - min(submitted)) if submitted else "-"
 
 
 def _ending(run: Path, state: str) -> str:

@@ -32,6 +32,11 @@ from runtime.errors import EXIT_CODES, ConfigError
 from runtime.load import load_run, load_site
 
 RESTARTED: Final = ("peer_lost", "engine_lost", "node_failed")
+FAULTS: Final = tuple(kind for kind in EXIT_CODES if kind not in ("done", "preempted", "timeout"))
+FAULT_END_S: Final = 3.0
+"""From a fault's report to the end of all ranks: some may wait in MPI for one that is gone, and for ever."""
+ORDERLY_END_S: Final = 30.0
+"""The same for a report of an orderly end."""
 POLL_S: Final = 0.1
 PLOT_LIMIT_S: Final = 60.0
 END_GRACE_S: Final = 3.0
@@ -127,7 +132,7 @@ class Supervisor:
             log.error("processes that SIGKILL did not end within %g s: %s", END_LIMIT_S, "; ".join(left))
         report = report or runs.read_report(self._run, number)
         assert report is not None
-        log.info("attempt %d ended: %s: %s", number, report.kind, report.message.splitlines()[0])
+        log.info("attempt %d ended: %s: %s", number, report.kind, (report.message.splitlines() or [""])[0])
         return report
 
     def _live(self, folder: Path) -> Report | None:
@@ -148,7 +153,7 @@ class Supervisor:
                 )
         except (OSError, ConfigError) as e:
             return self._write(folder, Report(kind="config", message=f"the world cannot be started: {e}"))
-        overdue = self._watch(child)
+        overdue = self._watch(child, int(folder.name))
         found = runs.read_report(self._run, int(folder.name))
         if found is not None:
             return found
@@ -160,29 +165,32 @@ class Supervisor:
         )
         return self._write(folder, verdict.judge(folder, seen))
 
-    def _watch(self, child: subprocess.Popen[bytes]) -> float:
-        """Wait for the world's end, passing signals on.
+    def _watch(self, child: subprocess.Popen[bytes], number: int) -> float:
+        """Wait for the world's end, passing signals on; kill it where it does not end in time.
 
         Returns:
-            Seconds after which a world that was told to stop was killed; 0: it ended by itself.
+            Seconds after which a world that was told to stop was killed without a report; 0 otherwise.
         """
         events = self._run / "events.jsonl"
-        size = _size(events)
-        told: float | None = None
+        size, told, reported = _size(events), 0.0, 0.0
         while child.poll() is None:
+            now = time.monotonic()
             if self._status.state == "starting" and _size(events) != size:
                 self._say("running")
-            if self._signals and told is None:
-                told = time.monotonic()
+            if self._signals and not told:
+                told = now
                 log.info("%s: the world is told to save and end", self._signals[0].name)
                 self._say("ending")
                 child.terminate()
-            waited = time.monotonic() - told if told is not None else 0.0
-            if waited > self._limits.stop_s or len(self._signals) > 1:
-                log.warning("killing the world %.0f s after it was told to stop", waited)
-                child.kill()
-                child.wait()
-                return max(waited, POLL_S)
+            report = runs.read_report(self._run, number)
+            if report is not None:
+                reported = reported or now
+                if now - reported > (FAULT_END_S if report.kind in FAULTS else ORDERLY_END_S):
+                    log.warning("killing what is left of the world %.0f s after its report", now - reported)
+                    return _kill(child, 0.0)
+            if told and (now - told > self._limits.stop_s or len(self._signals) > 1):
+                log.warning("killing the world %.0f s after it was told to stop", now - told)
+                return _kill(child, max(now - told, POLL_S))
             time.sleep(POLL_S)
         return 0.0
 
@@ -216,6 +224,13 @@ class Supervisor:
 def final_state(report: Report) -> State:
     """Preempted and timed-out runs ended as they should; `resume` goes on with them."""
     return "ended" if report.kind in ("done", "preempted", "timeout") else "failed"
+
+
+def _kill(child: subprocess.Popen[bytes], overdue_s: float) -> float:
+    """The process manager's death ends its ranks."""
+    child.kill()
+    child.wait()
+    return overdue_s
 
 
 def _size(path: Path) -> int:

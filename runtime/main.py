@@ -17,7 +17,7 @@ from types import FrameType
 
 from runtime import log
 from runtime.errors import EXIT_CODES
-from runtime.rank import Guard, Rank
+from runtime.rank import Guard, Rank, rank_of
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:
@@ -30,23 +30,27 @@ def main() -> int:
     parser.add_argument("--attempt", type=int, required=True)
     arguments = parser.parse_args()
     os.umask(0o077)
-    rank = Rank(arguments.run_dir, arguments.attempt, os.environ)
-    log.set_up(rank.slot.rank, rank.role)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-        signal.signal(number, _ignore)
-    guard = Guard(rank)
+    number = rank_of(os.environ)
+    guard = Guard(arguments.run_dir / "attempts" / str(arguments.attempt), number)
     guard.watch_threads()
+    for received in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        signal.signal(received, _ignore)
+    try:
+        return EXIT_CODES[_be(Rank(arguments.run_dir, arguments.attempt, number), guard) or "done"]
+    except Exception as e:  # the edge of the rank
+        guard.end(e)
+        raise
+
+
+def _be(rank: Rank, guard: Guard) -> str:
+    """Be the rank; why the run ended early, or ""."""
+    log.set_up(rank.slot.rank, rank.role)
+    guard.role = rank.role
     from runtime import roles  # after logging is set up; it brings the heavy imports
 
-    run = roles.run_trainer if rank.slot.role == "trainer" else roles.run_agent
     if rank.slot.rank == rank.topology.controller:
-        run = roles.run_controller
-    try:
-        reason = run(rank, guard)
-    except Exception as e:  # the edge of the rank
-        guard.end(type(e), e, e.__traceback__)
-        raise
-    return EXIT_CODES[reason or "done"]
+        return roles.run_controller(rank, guard)
+    return (roles.run_trainer if rank.slot.role == "trainer" else roles.run_agent)(rank, guard)
 
 
 if __name__ == "__main__":

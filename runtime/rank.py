@@ -10,7 +10,6 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 
 from runtime import report, topology
 from runtime.config import RunConfig, SiteConfig
@@ -43,14 +42,14 @@ class Stop:
 class Rank:
     """This process's place in the attempt."""
 
-    def __init__(self, run_dir: Path, attempt: int, environment: Mapping[str, str]) -> None:
+    def __init__(self, run_dir: Path, attempt: int, number: int) -> None:
         self.run_dir, self.attempt = run_dir, attempt
         self.attempt_dir = run_dir / "attempts" / str(attempt)
         self.config: RunConfig = load_run(run_dir / "config.yaml")
         self.site: SiteConfig = load_site(str(run_dir / "site.yaml"))
         nodes = [f"local-{i}" for i in range(topology.num_nodes(self.config.cluster))]
         self.topology: Topology = topology.make(self.config.cluster, self.config.rollout, self.site, nodes)
-        self.slot: RankSlot = self.topology.ranks[rank_of(environment)]
+        self.slot: RankSlot = self.topology.ranks[number]
 
     @property
     def role(self) -> str:
@@ -65,30 +64,29 @@ def rank_of(environment: Mapping[str, str]) -> int:
 class Guard:
     """The edge of the process: the first exception in any thread is reported and ends all ranks."""
 
-    def __init__(self, rank: Rank) -> None:
-        self._rank = rank
-        self.abort: Callable[[int], None] = os._exit
-        """Ends all ranks; before the MPI world exists, this process, which mpiexec and srun take for the same."""
+    def __init__(self, attempt_dir: Path, rank: int) -> None:
+        self._attempt_dir, self._rank = attempt_dir, rank
+        self.role = ""
+        self.abort: Callable[[int], None] = _die
+        """Ends all ranks."""
 
     def watch_threads(self) -> None:
-        threading.excepthook = lambda args: self.end(args.exc_type, args.exc_value, args.exc_traceback)
+        threading.excepthook = lambda args: self.end(args.exc_value or args.exc_type())
 
-    def end(self, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+    def end(self, error: BaseException) -> None:
         """Does not return."""
-        error = error or kind()
-        text = "".join(traceback.format_exception(kind, error, trace))
-        found = report.kind_of(error)
-        logger.error("%s", str(error) if found == "config" else text)
-        message = str(error) or kind.__name__
+        text = "".join(traceback.format_exception(error))
+        kind = report.kind_of(error)
+        logger.error("%s", str(error) if kind == "config" else text)
+        message = str(error) if kind != "bug" else f"{type(error).__name__}: {error}"
         report.write(
-            self._rank.attempt_dir,
-            report.Report(
-                kind=found,
-                message=message if found != "bug" else f"{kind.__name__}: {message}",
-                rank=self._rank.slot.rank,
-                role=self._rank.role,
-                traceback=text,
-            ),
+            self._attempt_dir,
+            report.Report(kind=kind, message=message, rank=self._rank, role=self.role, traceback=text),
         )
         sys.stderr.flush()
-        self.abort(EXIT_CODES[found])
+        self.abort(EXIT_CODES[kind])
+
+
+def _die(_code: int) -> None:
+    """Before the MPI world exists only a death by signal is sure to end the other ranks."""
+    os.kill(os.getpid(), signal.SIGKILL)

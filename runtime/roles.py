@@ -13,6 +13,7 @@ from runtime.comm.mailbox import MailboxClient, MailboxServer
 from runtime.comm.messages import Answer, Bootstrap, Command
 from runtime.comm.network import address_of
 from runtime.comm.world import World
+from runtime.config import DataSet
 from runtime.controller import Controller, algorithm_of
 from runtime.data import name_of
 from runtime.rank import Guard, Rank, Stop
@@ -135,7 +136,7 @@ class _BeforeMpi:
 
     def __init__(self, rank: Rank, stack: ExitStack) -> None:
         self._rank, config = rank, rank.config
-        self._datasets = {name_of(d): d for d in (*config.data, *config.evaluation.sets)}
+        self._datasets = {name_of(d): _data_set(d) for d in (*config.data, *config.evaluation.sets)}
         self._spawner = Spawner()
         stack.callback(self._spawner.close)
         self._rewards = RewardPool.start(self._datasets, config.rollout.reward_workers, config.rollout.reward_timeout_s)
@@ -214,6 +215,11 @@ def _engine_token(rank: Rank) -> Path:
     return path
 
 
+def _data_set(given: DataSet) -> DataSet:
+    """What agents need to know of a data set, also where it is an evaluation set."""
+    return DataSet(**{name: getattr(given, name) for name in DataSet.__struct_fields__})
+
+
 def _threads(rank: Rank) -> int:
     """torch threads of a trainer rank or engine: this machine's cores over all of them that stand on it."""
     nodes = set(range(len(rank.topology.nodes))) if rank.site.scheduler == "local" else {rank.slot.node}
@@ -223,4 +229,4 @@ def _threads(rank: Rank) -> int:
 
 
 def _message(reason: str) -> str:
-    return "" if not reason else f"stopped early: {reason}; the state is saved, `resume` goes on from it"
+    return f"stopped early: {reason}; the state is saved, `resume` goes on from it" if reason else "all steps are done"

@@ -25,6 +25,8 @@ from runtime.types import GroupAddress, Manifest
 POLL_S = 0.1
 PROBE_S = 5.0
 """Between probes of a silent engine; also the bound of one."""
+EXIT_S = 0.5
+"""For word of an exit after a call failed: it says more than a broken connection."""
 GRACE_S = 5.0
 """From TERM to KILL."""
 LOG_LINES = 5
@@ -86,6 +88,8 @@ class Keeper:
         self._starts = 0
         self._restarts = 0
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """How the process of this start ended."""
         self._running: Running | None = None
         """The engine that answers; None while it is started."""
         self._orders = asyncio.Lock()
@@ -121,7 +125,9 @@ class Keeper:
         if process == self.process:
             how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
             last_words = "" if code == -signal.SIGKILL else _end_of(self.log)
-            self._lose(f"the engine {how}{last_words}")
+            reason = f"the engine {how}{last_words}"
+            self._ended.set_result(reason)
+            self._lose(reason)
 
     def restart(self, reason: str) -> None:
         """End it and start it again, unless that is under way."""
@@ -149,6 +155,7 @@ class Keeper:
         s, start = self._settings, self._start
         self._starts += 1
         self._lost = asyncio.get_running_loop().create_future()
+        self._ended = asyncio.get_running_loop().create_future()
         argv = self._kind.command(
             model=start.path, token_file=s.token_file, threads=s.threads, deterministic=s.deterministic
         )
@@ -201,6 +208,8 @@ class Keeper:
         id, running, self._running = self._start.id, self._running, None
         self._lose(reason)
         self._pool.withdraw(id)
+        await asyncio.wait([self._ended], timeout=EXIT_S)
+        reason = self._ended.result() if self._ended.done() else reason
         self._restarts += 1
         self._report(EngineDown(engine=id, reason=reason, restarts=self._restarts))
         if self._restarts > self._settings.restarts:

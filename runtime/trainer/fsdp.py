@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -75,7 +76,10 @@ class FsdpTrainer:
     def score(self, share: Sequence[MicroBatch], module: str, want: frozenset[str]) -> list[Scores]:
         assert module == "policy", f"no {module} model is loaded"
         with torch.no_grad():
-            return [self._forward(batch, want) for batch in share]
+            scores = [model.cut(self._forward(batch, want), len(batch.tokens)) for batch in share]
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()  # its outermost parameters wait for a backward otherwise
+        return scores
 
     def update(
         self,
@@ -88,7 +92,7 @@ class FsdpTrainer:
         self.optimizer.zero_grad(set_to_none=True)
         collected: dict[str, list[Tensor]] = {}
         for batch in share:
-            filled = batch if len(batch.tokens) else model.placeholder(batch)
+            filled = model.fill(batch)
             loss, sums = losses["policy"](self._forward(filled, want), filled)
             (loss / totals.of(denominator)).backward()
             for name, value in {"loss": loss.detach(), **sums}.items():
@@ -147,7 +151,7 @@ class FsdpTrainer:
         return init_device_mesh(self.device.type, (self.num_ranks,))
 
     def _forward(self, batch: MicroBatch, want: frozenset[str]) -> Scores:
-        return model.score(self.model, batch, self.dtype, self.temperature, want)
+        return model.score(self.model, model.fill(batch), self.dtype, self.temperature, want)
 
     def _step(self) -> tuple[float, float]:
         """Clip, set the warm-up's learning rate and step; returns the norm before clipping and the rate."""

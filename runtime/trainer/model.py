@@ -85,12 +85,20 @@ def score(model: nn.Module, batch: MicroBatch, dtype: torch.dtype, temperature: 
     )
 
 
-def placeholder(batch: MicroBatch) -> MicroBatch:
+def fill(batch: MicroBatch) -> MicroBatch:
     """One masked token in place of an empty micro-batch, so that a rank without work takes part in every collective:
-    its loss is a zero that hangs on the graph."""
+    its loss is a zero that hangs on the graph. Others are left as they are."""
+    if len(batch.tokens):
+        return batch
 
     def one(array: Tensor) -> Tensor:
         return array.new_zeros((1, *array.shape[1:]))
 
-    assert len(batch.tokens) == 0
     return msgspec.structs.replace(batch.map(one), starts=(0, 1))
+
+
+def cut(scores: Scores, num_tokens: int) -> Scores:
+    """The scores of the tokens that were there before `fill`."""
+    entropy = None if scores.entropy is None else scores.entropy[:num_tokens]
+    assert scores.logprobs is not None
+    return Scores(logprobs=scores.logprobs[:num_tokens], entropy=entropy)

@@ -25,6 +25,8 @@ from tests.contract.trainer_setup import (
     batch_of,
     make_model,
     make_trainer,
+    obey,
+    scarce,
     tensors,
     train,
     train_three,
@@ -215,7 +217,7 @@ def test_an_empty_micro_batch_adds_a_zero_that_hangs_on_the_graph(models) -> Non
     share = [*tensors(batch.shares[0].updates[0]), *empty]
     metrics = trainer.update(share, grpo.build(grpo.Config()).losses, batch.shares[0].totals[0], "tokens")
     assert metrics == train(plain, batch)
-    filled = model_module.placeholder(empty[0])
+    filled = model_module.fill(empty[0])
     loss, _ = grpo.build(grpo.Config()).loss(trainer._forward(filled, frozenset()), filled)
     loss.backward()
     assert float(loss.detach()) == 0.0 and all(p.grad is not None for p in trainer.model.parameters())
@@ -303,6 +305,17 @@ def test_two_ranks_train_as_one_does(folder: Path, one_rank, name: str) -> None:
     weights = load_file(folder / f"{name}-float32.safetensors")
     for key, tensor in trainer.weights():
         assert (tensor - weights[key]).abs().max() < 1e-6, key
+
+
+def test_a_rank_without_work_scores_and_trains_with_the_other(folder: Path, models) -> None:
+    theirs = json.loads((folder / "metrics.json").read_text())["scarce"][0]
+    assert theirs == pytest.approx(obey(make_trainer(models["untied"]), scarce(1).shares[0]), abs=1e-5)
+    assert theirs["kl_old"] > 0, "the second update is off the policy that old log-probs were taken from"
+
+
+def test_scoring_leaves_float32_shards(folder: Path, models) -> None:
+    scored, start = load_file(folder / "scored.safetensors"), load_file(models["untied"] / "model.safetensors")
+    assert all(scored[name].equal(tensor) for name, tensor in start.items())
 
 
 def test_checkpoints_of_two_ranks_are_read_by_one(folder: Path, models, one_rank) -> None:

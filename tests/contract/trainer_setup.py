@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -14,9 +15,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from runtime import config
 from runtime.batching import make_batch
+from runtime.comm import messages as m
+from runtime.trainer import worker
 from runtime.trainer.algorithms import grpo
 from runtime.trainer.fsdp import FsdpTrainer, configure_torch
-from runtime.types import Batch, Group, MicroBatch, Prompt, Sample
+from runtime.types import Batch, Group, MicroBatch, Prompt, Sample, Share
 
 VOCABULARY = 40
 CPU = torch.device("cpu")
@@ -45,9 +48,10 @@ def make_model(folder: Path, **fields) -> Path:
 
 
 def make_trainer(model: Path, *, precision="float32", temperature=1.0, device=CPU, **optimizer) -> FsdpTrainer:
-    """With a large eps: AdamW's step is the sign of a gradient far above eps, which is rounding's where it is near 0."""
+    """With a large eps: without, AdamW moves by a gradient's sign, and rounding decides that of a gradient near 0."""
     options = config.Trainer(
-        precision=precision, optimizer=config.Optimizer(**{"learning_rate": 1e-2, "clip_norm": 0.1, "eps": 1e-3, **optimizer})
+        precision=precision,
+        optimizer=config.Optimizer(**{"learning_rate": 1e-2, "clip_norm": 0.1, "eps": 1e-3, **optimizer}),
     )
     return FsdpTrainer(model, options, device, temperature=temperature, bucket_bytes=1000)
 
@@ -82,9 +86,7 @@ def make_groups(seed: int, num_groups: int = 4, num_samples: int = 4, longest: i
 
 def batch_of(seed: int, *, num_dp: int = 1, max_tokens: int = 64, denominator="tokens", **shape) -> Batch:
     algorithm = grpo.build(grpo.Config(denominator=denominator))
-    return make_batch(
-        make_groups(seed, **shape), seed, algorithm, num_dp=num_dp, num_updates=1, max_tokens=max_tokens
-    )
+    return make_batch(make_groups(seed, **shape), seed, algorithm, num_dp=num_dp, num_updates=1, max_tokens=max_tokens)
 
 
 def tensors(batches: tuple[MicroBatch, ...], device=CPU) -> list[MicroBatch]:
@@ -108,9 +110,23 @@ SCARCE = {"num_groups": 1, "num_samples": 1}
 
 def train_three(trainer: FsdpTrainer, num_dp: int) -> list[dict[str, float]]:
     """Three updates, the last of which leaves a second rank without work."""
-    return [
-        train(trainer, batch_of(seed, num_dp=num_dp, **(SCARCE if seed == 2 else {}))) for seed in range(3)
-    ]
+    return [train(trainer, batch_of(seed, num_dp=num_dp, **(SCARCE if seed == 2 else {}))) for seed in range(3)]
+
+
+def scarce(num_dp: int) -> Batch:
+    """Two updates of one sequence each: with two ranks, one has nothing in either."""
+    algorithm = grpo.build(grpo.Config())
+    return make_batch(make_groups(4, 1, 2), 0, algorithm, num_dp=num_dp, num_updates=2, max_tokens=64)
+
+
+def obey(trainer: FsdpTrainer, share: Share) -> dict[str, float]:
+    """The share trained by the program of a trainer rank, times aside."""
+    said: list[m.Answer] = []
+    commands = [m.StopTrainer(), m.Train(share=share)]
+    port = SimpleNamespace(receive=lambda timeout_s: commands.pop(), answer=said.append)
+    worker.serve(port, trainer, grpo.build(grpo.Config()), None, worker.Settings(device="cpu", timeout_s=1.0))
+    (metrics,) = (answer.metrics for answer in said if isinstance(answer, m.Trained))
+    return {name: value for name, value in metrics.items() if not name.endswith("_s")}
 
 
 def two_ranks(rank: int, folder: Path, models: dict[str, Path]) -> None:
@@ -135,6 +151,12 @@ def two_ranks(rank: int, folder: Path, models: dict[str, Path]) -> None:
     if rank == 0:
         save_file(restored, folder / "restored.safetensors")
         save_file(weights, folder / "restored-next.safetensors")
+    trainer = make_trainer(models["untied"])
+    trainer.score(tensors(batch_of(0, num_dp=2).shares[rank].updates[0]), "policy", frozenset({"logprobs"}))
+    weights = weights_of(trainer)
+    if rank == 0:
+        save_file(weights, folder / "scored.safetensors")
+    seen["scarce"] = [obey(trainer, scarce(2).shares[rank])]
     dist.destroy_process_group()
     if rank == 0:
         alone = make_trainer(models["tied"], precision="bfloat16")  # one rank without a group makes its own

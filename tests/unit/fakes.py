@@ -1,21 +1,31 @@
-"""An engine in process that can be told to fail, and the other ends of an agent: its mailbox, its spawner.
+"""An engine in process that can be told to fail, the other ends of an agent (mailbox, spawner), a small tokenizer.
 
 Faults such as a hang, a death in mid-generation or weights of wrong bytes cannot be made at will with a real engine.
 """
 
 import asyncio
 import hashlib
+import json
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import tokenizers
 
 from runtime.errors import EngineLost
 from runtime.rollout.base import Description
 from runtime.rollout.process import Exited, Started
 from runtime.types import Completion
 
+TEMPLATE = (
+    "{% for m in messages %}{{ '<s>' }}{{ m.role }}: {{ m.content | trim }}{% generation %}</s>{% endgeneration %}\n"
+    "{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% if add_generation_prompt %}<s>assistant: {% endif %}{{ eos_token }}"
+)
+
+
+EOS = {"__type": "AddedToken", "content": "</s>", "lstrip": False, "rstrip": False, "special": True}
 WEIGHTS = {"embed": "d0", "layers.0.up": "d1", "layers.0.down": "d2"}
 
 
@@ -141,7 +151,9 @@ class FakeMailbox:
     def __init__(self):
         self._in = asyncio.Queue()
         self._out = asyncio.Queue()
+        self._unread = defaultdict(list)
         self.seen = defaultdict(list)
+        """All that `until` came by."""
 
     def send(self, message):
         self._out.put_nowait(message)
@@ -153,9 +165,28 @@ class FakeMailbox:
         self._in.put_nowait(message)
 
     async def until(self, kind, limit_s=5.0):
-        """The next message of this kind; others are kept in `seen`."""
-        while True:
+        """The next message of this kind; others stay for who asks for theirs."""
+        while not self._unread[kind]:
             message = await asyncio.wait_for(self._out.get(), limit_s)
             self.seen[type(message)].append(message)
-            if isinstance(message, kind):
-                return message
+            self._unread[type(message)].append(message)
+        return self._unread[kind].pop(0)
+
+
+def save_tokenizer(folder, template=TEMPLATE, eos=EOS):
+    model = tokenizers.models.BPE(unk_token=None)
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<s>", "</s>", "<pad>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["user: what is 12+34? assistant: 46"] * 9, trainer)
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "bos_token": "<s>", "pad_token": "<pad>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text(template)

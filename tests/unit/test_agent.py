@@ -31,8 +31,7 @@ from runtime.rollout.keeper import EngineSettings, EngineStart
 from runtime.rollout.process import Exited
 from runtime.rollout.scoring import RewardPool
 from runtime.types import GroupAddress, Lease, Manifest, Prompt, SamplingParams
-from tests.unit.fakes import WEIGHTS, FakeKind, FakeMailbox, FakeSpawner
-from tests.unit.test_sampler import save_tokenizer
+from tests.unit.fakes import WEIGHTS, FakeKind, FakeMailbox, FakeSpawner, save_tokenizer
 
 DATASETS = {"math": DataSet(path="none")}
 GROUP = GroupAddress(name="weights-1", host="127.0.0.1", port=1, world_size=3, backend="gloo")
@@ -111,6 +110,7 @@ class Bench:
 def drive(tmp_path, monkeypatch):
     """Run a scenario against an agent; afterwards the agent stops when told to, and ends its engines."""
     monkeypatch.setattr(keeper, "PROBE_S", 0.05)
+    monkeypatch.setattr(keeper, "EXIT_S", 0.02)
 
     def run(scenario, stops=True, **options):
         async def main():
@@ -175,7 +175,7 @@ def test_nothing_is_sampled_while_weights_change(drive):
         await bench.ask(Receive, group=GROUP.name, manifest=MANIFEST, version=1, engines=(0, 1))
         bench.mailbox.tell(Work(leases=(lease(1),)))
         await asyncio.sleep(0.05)
-        assert not bench.mailbox.seen[Finished]
+        assert not any(bench.engine(i).calls for i in (1, 2))
         await bench.ask(Commit, version=1, digests={}, engines=(0, 1))
         (done,) = await finished(bench, 1)
         assert {s.versions for s in done.group.samples} == {((3, 1),)}
@@ -192,8 +192,10 @@ def test_other_bytes_are_named_and_not_sampled_with(drive):
         bench.engine(2).held["layers.0.up"] = "flipped"
         del bench.engine(2).held["embed"]
         assert await bench.publish(3) == {1: ("embed", "layers.0.up")}
-        bench.mailbox.tell(Work(leases=(lease(1),)))
-        await finished(bench, 1)
+        bench.engine(1).delay_s = 0.05
+        bench.mailbox.tell(Work(leases=tuple(lease(n, num_samples=1) for n in range(4))))
+        await finished(bench, 4)
+        assert len(bench.engine(1).calls) == 4
         assert not bench.engine(2).calls
 
     drive(scenario)
@@ -248,7 +250,7 @@ def test_a_hung_engine_counts_as_lost(drive):
         assert down.engine == 0
         assert "has not answered for" in down.reason
         await finished(bench, 1)  # by the other engine
-        assert bench.spawner.names.count("engine-0.2") == 1
+        assert (await bench.until(EngineReady)).engine == 0
 
     drive(scenario)
 
@@ -275,6 +277,22 @@ def test_restart_by_order(drive):
         assert (await bench.until(EngineReady)).engine == 1
         assert bench.spawner.names.count("engine-1.2") == 1
         assert len(bench.mailbox.seen[EngineDown]) == 1
+
+    drive(scenario)
+
+
+def test_an_engine_that_is_being_started_is_not_restarted(drive):
+    async def scenario(bench):
+        await bench.started()
+        bench.kind.prepare = lambda engine: setattr(engine, "answers", False)
+        bench.mailbox.tell(Restart(engines=(1,), reason="left out of a push"))
+        await bench.until(EngineDown)
+        await asyncio.sleep(0.1)
+        bench.mailbox.tell(Restart(engines=(1,), reason="left out of the next push"))
+        await asyncio.sleep(0.1)
+        bench.engine(3).answers = True
+        assert (await bench.until(EngineReady)).engine == 1
+        assert bench.spawner.names == ["engine-0.1", "engine-1.1", "engine-1.2"]
 
     drive(scenario)
 

@@ -5,7 +5,6 @@ import json
 
 import numpy as np
 import pytest
-import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -17,18 +16,10 @@ from runtime.rollout.reward_host import Verdict
 from runtime.rollout.sampler import Sampler, join, seed_of
 from runtime.rollout.tokenizer import HfTokenizer
 from runtime.types import Completion, Lease, Prompt, SamplingParams
-from tests.unit.fakes import FakeEngine, drawn
+from tests.unit.fakes import TEMPLATE, FakeEngine, drawn, save_tokenizer
 from tests.unit.plays import Ragged, Raises, TwoTurns
 
 TOKENS = (1, 2, 3)
-TEMPLATE = (
-    "{% for m in messages %}{{ '<s>' }}{{ m.role }}: {{ m.content | trim }}{% generation %}</s>{% endgeneration %}\n"
-    "{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
-    "{% if add_generation_prompt %}<s>assistant: {% endif %}{{ eos_token }}"
-)
-
-
-EOS = {"__type": "AddedToken", "content": "</s>", "lstrip": False, "rstrip": False, "special": True}
 
 
 class Letters:
@@ -183,10 +174,23 @@ def test_a_call_to_a_lost_engine_ends_at_once():
         await asyncio.sleep(0.05)
         pool.withdraw(0)
         runnings[0].lose("it is silent")
-        pool.admit(runnings[0])  # too late: a lost engine is not taken in
 
     healthy, _ = play([engine()])
     same(healthy, play([engine("hangs", "hangs"), engine()], meanwhile=lose)[0])
+
+
+def test_a_lost_engine_is_not_admitted():
+    """A commit may end in the moment in which its engine is lost."""
+
+    async def main():
+        pool = Pool(0.05)
+        running = Running(0, engine(), asyncio.get_running_loop().create_future())
+        running.lose("it died")
+        pool.admit(running)
+        with pytest.raises(WaitTimeout):
+            await pool.pick(None, 0)
+
+    asyncio.run(main())
 
 
 def test_calls_wait_for_the_next_engine():
@@ -326,25 +330,6 @@ def test_joining_keeps_every_token_with_its_version(a, b, c):
 
 
 # ---- the tokenizer
-
-
-def save_tokenizer(folder, template=TEMPLATE, eos=EOS):
-    model = tokenizers.models.BPE(unk_token=None)
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<s>", "</s>", "<pad>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["user: what is 12+34? assistant: 46"] * 9, trainer)
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "bos_token": "<s>", "pad_token": "<pad>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "chat_template.jinja").write_text(template)
 
 
 CHATS = [

@@ -91,6 +91,13 @@ def test_a_world_without_a_report_gets_one(run):
     assert "exit code 3" in report.message and "ValueError: seven" in report.message
 
 
+def test_a_world_that_hangs_after_its_report_is_killed(run):
+    began = time.monotonic()
+    assert finish(supervise(run, "reports_and_hangs")) == "bug"
+    assert time.monotonic() - began < 20
+    assert "after its report" in (run / "supervisor.log").read_text()
+
+
 def test_cancel_lets_the_world_save(run, capsys):
     child = supervise(run, "saves")
     wait_for(lambda: runs.state(run) == "running", "the world to run")
@@ -220,6 +227,15 @@ def test_the_command_covers_every_rank_once_and_gives_each_node_its_gpus(tmp_pat
     assert all("-m mpi4py -m runtime.main --run-dir /a%b/run --attempt 7" in section for section in sections)
     assert "/a%%b/run/attempts/7/rank-%r.log" in sections[0]
     assert planned.env["NCCL_DEBUG"] == "WARN" and planned.env["HF_HUB_OFFLINE"] == "1"
+
+
+def test_the_plan_as_people_read_it(tmp_path):
+    config = load_run(write_inputs(tmp_path))
+    machine = Machine(python="/venv/bin/python", mpiexec="/venv/bin/mpiexec", gpus=())
+    site = SiteConfig(name="local", env={"A": "two words"})
+    text = plan.describe(plan.make(config, site, Path("/runs/RUN"), 0, machine), config, site)
+    golden = Path(__file__).parents[1] / "golden" / "plan_local.txt"
+    assert text.replace(str(plan.PROJECT), "PROJECT") + "\n" == golden.read_text()
 
 
 def test_a_world_inherits_nothing_of_another_one():

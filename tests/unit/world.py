@@ -67,6 +67,9 @@ def play(run: Path, attempt: int, part: str) -> None:
     elif part == "saves":
         signal.signal(signal.SIGTERM, lambda *_: (report("preempted"), sys.exit(0)))
         time.sleep(100)
+    elif part == "reports_and_hangs":
+        report("bug")
+        time.sleep(100)
     elif part == "hangs":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(100)

@@ -17,7 +17,7 @@ from aiohttp import web
 from runtime.errors import ConfigError
 from runtime.rollout.embedded.decoder import Decoder
 from runtime.rollout.embedded.model import SlotModel
-from runtime.rollout.embedded.selftest import check_rows
+from runtime.rollout.embedded.selftest import check_rows, widths_agree
 from runtime.rollout.embedded.server import Server
 from runtime.rollout.embedded.worker import Worker
 
@@ -43,9 +43,9 @@ def _token(path: Path) -> str:
     return path.read_text().strip()
 
 
-async def _serve(args: argparse.Namespace, model: SlotModel, token: str) -> int:
+async def _serve(args: argparse.Namespace, model: SlotModel, decoder: Decoder, token: str) -> int:
     """Serve until SIGTERM (0) or until the decoder dies (1)."""
-    worker = Worker(Decoder(model, deterministic=args.deterministic), args.threads)
+    worker = Worker(decoder, args.threads)
     server = Server(worker, model, args.model, deterministic=args.deterministic)
     runner = web.AppRunner(server.app(token), handler_cancellation=True, access_log=None)
     await runner.setup()
@@ -70,10 +70,13 @@ def main() -> int:
         model = SlotModel(args.model, dtype=args.dtype, slots=args.slots, max_length=args.max_length)
         if args.deterministic:
             check_rows(model)
+        decoder = Decoder(
+            model, deterministic=args.deterministic, full_width=args.deterministic and not widths_agree(model)
+        )
     except ConfigError as e:
         print(e, file=sys.stderr)
         return 2
-    return asyncio.run(_serve(args, model, token))
+    return asyncio.run(_serve(args, model, decoder, token))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The KV cache by slots, and the attention that reads it.
 
-A transformers model sees two ordinary things: an object given as `past_key_values`, whose `update` stores new keys and
+A transformers model sees two ordinary things: an object given as `past_key_values`, whose `update` takes new keys and
 values and returns those to attend to, and an attention function registered under a name. So any causal model with
 plain attention works, and no tensor of the cache is copied to decode: active rows are its first n slots.
 
@@ -9,75 +9,76 @@ Layout [slots, KV heads, width, head size]. What stands beyond a row's length is
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-ATTENTION = "sluice_slots"
+ATTENTION: Final[str] = "sluice_slots"
+
+Layers = Sequence[Tensor]
+"""A tensor for each layer."""
 
 
 class SlotCache:
-    """Keys and values of all layers.
+    """Keys and values of all layers and slots."""
 
-    Before each forward the decoder says what it is: `prefill`, or `decode` with positions and the width to read.
-    """
-
-    def __init__(self, layers: int, slots: int, heads: int, width: int, head_size: int, dtype: torch.dtype) -> None:
-        shape = (slots, heads, width, head_size)
+    def __init__(self, layers: int, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
         self.keys = [torch.zeros(shape, dtype=dtype) for _ in range(layers)]
         self.values = [torch.zeros(shape, dtype=dtype) for _ in range(layers)]
-        self.width, self.heads = width, heads
-        self._fresh: list[tuple[Tensor, Tensor]] | None = None
-        self._index: Tensor | None = None
-        self._read = width
+        self.width = shape[2]
 
-    def prefill(self) -> None:
-        """The next forward starts sequences; `take` gives what it computed."""
-        self._fresh, self._index = [], None
+    def read(self, rows: int, columns: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Views of the first slots and columns: keys, values."""
+        return tuple(k[:rows, :, :columns] for k in self.keys), tuple(v[:rows, :, :columns] for v in self.values)
 
-    def take(self) -> list[tuple[Tensor, Tensor]]:
-        """Per layer, keys and values [rows, heads, tokens, head size] of the prefill."""
-        assert self._fresh is not None, "no prefill was made"
-        fresh, self._fresh = self._fresh, None
-        return fresh
-
-    def write(self, slot: int, fresh: list[tuple[Tensor, Tensor]], row: int, length: int) -> None:
-        """Store `length` tokens of one prefilled row in a slot."""
-        for keys, values, (k, v) in zip(self.keys, self.values, fresh, strict=True):
-            keys[slot, :, :length] = k[row, :, :length]
-            values[slot, :, :length] = v[row, :, :length]
+    def write(self, slot: int, keys: Layers, values: Layers) -> None:
+        """Store one sequence, [1, heads, tokens, head size] a layer, from the start of a slot."""
+        for stored, fresh in ((self.keys, keys), (self.values, values)):
+            for into, tensor in zip(stored, fresh, strict=True):
+                into[slot, :, : tensor.shape[2]] = tensor[0]
 
     def move(self, source: int, target: int, length: int) -> None:
         for stored in (*self.keys, *self.values):
             stored[target, :, :length] = stored[source, :, :length]
 
     def clear(self) -> None:
-        """Zero everything: even NaN of bad weights must not reach a masked sum later."""
+        """Zero everything: a NaN of bad weights, though masked, would spoil what later weights compute."""
         for stored in (*self.keys, *self.values):
             stored.zero_()
 
-    def decode(self, positions: Tensor, read: int) -> None:
-        """The next forward adds one token to each of the first n slots, at positions [n]; it reads `read` columns."""
-        rows = torch.arange(len(positions) * self.heads) * self.width
-        self._index = (rows.view(-1, self.heads) + positions[:, None]).view(-1)
-        self._read = read
 
-    def update(self, k: Tensor, v: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Called by every attention layer with its new keys and values [rows, heads, tokens, head size]."""
-        if self._fresh is not None:
-            self._fresh.append((k, v))
-            return k, v
-        assert self._index is not None, "decode() was not called"
-        keys, values, rows = self.keys[layer], self.values[layer], len(k)
-        keys.view(-1, k.shape[-1]).index_copy_(0, self._index, k.reshape(-1, k.shape[-1]))
-        values.view(-1, v.shape[-1]).index_copy_(0, self._index, v.reshape(-1, v.shape[-1]))
-        return keys[:rows, :, : self._read], values[:rows, :, : self._read]
+class Prefill:
+    """`past_key_values` of a forward over whole prompts: keeps what the layers computed."""
 
-    def get_seq_length(self, *_: Any) -> int:
-        """Asked by models only where no positions are given; ours always are."""
-        return 0
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        self.keys.append(keys)
+        self.values.append(values)
+        return keys, values
+
+
+class Decode:
+    """`past_key_values` of a forward of one token a row: stores it in the cache's views, and shows these."""
+
+    def __init__(self, keys: Layers, values: Layers, positions: Tensor) -> None:
+        """
+        Args:
+            positions: [rows, 1], where the new token stands.
+        """
+        self._keys, self._values = keys, values
+        self._at = positions[:, None, :, None]
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        stored_keys, stored_values = self._keys[layer], self._values[layer]
+        stored_keys.scatter_(2, self._at.expand(-1, keys.shape[1], -1, keys.shape[3]), keys)
+        stored_values.scatter_(2, self._at.expand(-1, values.shape[1], -1, values.shape[3]), values)
+        return stored_keys, stored_values
 
 
 def attend(
@@ -85,7 +86,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attention of a prefill (mask None: causal) or of one decode step (mask [rows, 1, 1, width]).
 
-    Queries that share a KV head are attended as so many rows of one head, which spares repeating the cache.
+    In a decode step, queries that share a KV head are attended as so many rows of one head: that spares repeating the
+    cache for each of them.
     """
     rows, heads, tokens, size = q.shape
     scale = options.get("scaling")

@@ -9,8 +9,8 @@ It runs in a thread of its own; other threads hand it requests (`submit`) and fu
 
 Running requests hold the first n slots; when one leaves, the last one moves into its place.
 
-Deterministic mode decodes with one constant shape (all slots, dummy rows for the free ones, the whole width) and
-prefills and samples first tokens one request at a time. Then no bit of an answer depends on order or neighbours.
+Deterministic mode decodes a constant number of rows (all slots, dummies in the free ones), and prefills and samples
+first tokens one request at a time. Then no bit of an answer depends on order or neighbours: see `selftest`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -58,20 +58,24 @@ class Request:
         return len(self.prompt) + len(self.tokens)
 
 
-@dataclass(slots=True)
-class _Prefilled:
+class _Prefilled(NamedTuple):
     logits: Tensor
-    """[1, vocabulary]"""
-    cache: list[tuple[Tensor, Tensor]]
+    """[1, vocabulary] after the last token"""
+    keys: list[Tensor]
     """Per layer [1, heads, tokens, head size]."""
+    values: list[Tensor]
 
 
 class Decoder:
-    def __init__(self, model: SlotModel, *, deterministic: bool) -> None:
+    def __init__(self, model: SlotModel, *, deterministic: bool, full_width: bool = False) -> None:
+        """
+        Args:
+            full_width: read all columns of the cache at every step, needed or not.
+        """
         self.version: str | None = None
         """Stamped on new tokens; None: there are no weights to decode with."""
         self.paused: PauseMode | None = None
-        self._model, self._deterministic = model, deterministic
+        self._model, self._deterministic, self._full_width = model, deterministic, full_width
         self._inbox: queue.SimpleQueue[Request | Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
@@ -164,7 +168,7 @@ class Decoder:
             fresh = self._prefill(batch)
             logits = torch.cat([f.logits for f in fresh])
             for request, prefilled in zip(batch, fresh, strict=True):
-                self._model.cache.write(len(self._running), prefilled.cache, 0, request.length)
+                self._model.cache.write(len(self._running), prefilled.keys, prefilled.values)
                 self._running.append(request)
             self._append(batch, logits)
 
@@ -183,11 +187,12 @@ class Decoder:
         sequences = [(*r.prompt, *r.tokens) for r in batch]
         new = [s for s in dict.fromkeys(sequences) if s not in self._prompts]
         if new:
-            logits, cache = self._model.prefill(new)
+            logits, computed = self._model.prefill(new)
             for i, sequence in enumerate(new):
-                n = len(sequence)
-                kept = [(k[i : i + 1, :, :n].clone(), v[i : i + 1, :, :n].clone()) for k, v in cache]
-                self._prompts[sequence] = _Prefilled(logits[i : i + 1].clone(), kept)
+                row, length = slice(i, i + 1), len(sequence)  # cloned: a view would keep the whole batch
+                keys = [k[row, :, :length].clone() for k in computed.keys]
+                values = [v[row, :, :length].clone() for v in computed.values]
+                self._prompts[sequence] = _Prefilled(logits[row].clone(), keys, values)
         fresh = [self._prompts[s] for s in sequences]
         for sequence in sequences:
             self._prompts.move_to_end(sequence)
@@ -202,7 +207,7 @@ class Decoder:
         padding = [0] * (self._model.slots - len(self._running) if self._deterministic else 0)
         tokens = [r.tokens[-1] for r in self._running]
         positions = [r.length - 1 for r in self._running]
-        logits = self._model.decode(tokens + padding, positions + padding, full_width=self._deterministic)
+        logits = self._model.decode(tokens + padding, positions + padding, full_width=self._full_width)
         self._append(list(self._running), logits)
 
     def _append(self, batch: list[Request], logits: Tensor) -> None:

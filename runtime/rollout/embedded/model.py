@@ -1,22 +1,32 @@
-"""A transformers causal model whose forward decodes over a slot cache; built from its config, without weights."""
+"""A transformers causal model whose forward decodes over a slot cache; built from its config, without weights.
+
+The forward of one decode step is traced once. For a small model on a CPU most of a step is Python between the kernels:
+traced, it takes half the time and runs the same kernels, so that the bits are the same. The trace holds for any number
+of rows and any width; that is checked at start, and a model that cannot be traced is decoded as it is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from runtime.errors import ConfigError
-from runtime.rollout.embedded.cache import ATTENTION, SlotCache, attend
+from runtime.rollout.embedded.cache import ATTENTION, Decode, Layers, Prefill, SlotCache, attend
 
 _CHUNK: Final[int] = 64
 """Columns of the cache are read in multiples of this, so that shapes seldom change."""
 _FIXED_ROPE: Final[tuple[str, ...]] = ("default", "linear", "yarn", "llama3")
 """Rotary embeddings whose frequencies do not depend on the length of the batch."""
+
+Step = Callable[[Tensor, Tensor, Tensor, Layers, Layers], Tensor]
+"""tokens [rows, 1], mask [rows, 1, 1, columns], positions [rows, 1], keys, values -> logits [rows, vocabulary]."""
 
 
 class SlotModel:
@@ -29,55 +39,93 @@ class SlotModel:
         number = _dtype(dtype, config)
         self.net = AutoModelForCausalLM.from_config(config, dtype=number, attn_implementation=ATTENTION)
         self.net.eval().requires_grad_(False)
-        self.slots = slots
+        self.slots, self.chunk = slots, _CHUNK
         self.max_length = min(max_length or config.max_position_embeddings, config.max_position_embeddings)
         self.vocab_size: int = config.vocab_size
         self.stop_ids = _stop_ids(config, path)
         heads = config.num_attention_heads
-        self.cache = SlotCache(
-            config.num_hidden_layers,
-            slots,
-            getattr(config, "num_key_value_heads", None) or heads,
-            -(-self.max_length // _CHUNK) * _CHUNK,
-            getattr(config, "head_dim", None) or config.hidden_size // heads,
-            number,
-        )
+        shared = getattr(config, "num_key_value_heads", None) or heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        shape = (slots, shared, -(-self.max_length // _CHUNK) * _CHUNK, size)
+        self.cache = SlotCache(config.num_hidden_layers, shape, number)
+        self._step: Step = _Step(self.net)
+        self._step = self._traced()
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Prefill]:
         """Forward of whole prompts, padded on the right: causal attention never looks at the padding.
 
         Returns:
-            logits [prompts, vocabulary] after each prompt's last token, and what `SlotCache.write` takes.
+            logits [prompts, vocabulary] after each prompt's last token, and keys and values.
         """
         lengths = [len(p) for p in prompts]
         longest = max(lengths)
-        tokens = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts])
-        positions = torch.arange(longest).expand(len(prompts), -1)
+        computed = Prefill()
         ends = sorted(set(lengths))
-        self.cache.prefill()
-        logits = self._forward(tokens, None, positions, torch.tensor(ends) - 1)
+        logits = self.net(
+            input_ids=torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts]),
+            position_ids=torch.arange(longest).expand(len(prompts), -1),
+            past_key_values=computed,
+            use_cache=True,
+            logits_to_keep=torch.tensor(ends) - 1,
+        ).logits
         column = torch.tensor([ends.index(n) for n in lengths])
-        return logits[torch.arange(len(prompts)), column], self.cache.take()
+        return logits[torch.arange(len(prompts)), column], computed
 
     def decode(self, tokens: Sequence[int], positions: Sequence[int], *, full_width: bool) -> Tensor:
         """One more token for each of the first slots: logits [rows, vocabulary]. Its key and value are stored."""
-        read = self.cache.width if full_width else -(-(max(positions) + 1) // _CHUNK) * _CHUNK
-        place = torch.tensor(positions)
-        self.cache.decode(place, read)
-        seen = torch.arange(read) <= place[:, None]
-        mask = torch.zeros(seen.shape, dtype=self.net.dtype).masked_fill_(~seen, -torch.inf)
-        return self._forward(torch.tensor(tokens)[:, None], mask[:, None, None], place[:, None], 1)[:, -1]
+        columns = self.cache.width if full_width else -(-(max(positions) + 1) // _CHUNK) * _CHUNK
+        place = torch.tensor(positions)[:, None]
+        hidden = torch.arange(columns) > place
+        mask = torch.zeros(hidden.shape, dtype=self.net.dtype).masked_fill_(hidden, -torch.inf)
+        keys, values = self.cache.read(len(tokens), columns)
+        # Optimised, a trace is specialised on the shapes it meets and fused: slower when they change, and other bits.
+        with torch.jit.optimized_execution(False):  # pyright: ignore[reportPrivateImportUsage]
+            return self._step(torch.tensor(tokens)[:, None], mask[:, None, None], place, keys, values)
 
-    def _forward(self, tokens: Tensor, mask: Tensor | None, positions: Tensor, keep: Tensor | int) -> Tensor:
+    @torch.inference_mode()
+    def _traced(self) -> Step:
+        """The step, traced; as it is where tracing fails or changes a bit."""
+        rows = [(5 * i + 3) % self.vocab_size for i in range(self.slots)]
+        some = rows[: max(1, self.slots // 3)]
+        places = [i % min(self.max_length, 2 * _CHUNK) for i in range(self.slots)]
+
+        def results() -> list[Tensor]:
+            few = places[: len(some)]
+            return [self.decode(rows, places, full_width=True), self.decode(some, few, full_width=False)]
+
+        plain = self._step
+        expected = results()
+        place = torch.tensor(places)[:, None]
+        mask = torch.zeros(self.slots, 1, 1, self.cache.width, dtype=self.net.dtype)
+        example = (torch.tensor(rows)[:, None], mask, place, *self.cache.read(self.slots, self.cache.width))
+        try:
+            with warnings.catch_warnings(action="ignore"):  # of shapes that might be constants: checked below
+                self._step = cast("Step", torch.jit.trace(plain, example, check_trace=False))
+            same = all(torch.equal(a, b) for a, b in zip(expected, results(), strict=True))
+            problem = "" if same else "the traced step gives other bits"
+        except RuntimeError as e:
+            problem = str(e).strip().splitlines()[-1]
+        self.cache.clear()
+        if problem:
+            print(f"decoding without a traced step, more slowly: {problem}", file=sys.stderr)
+        return plain if problem else self._step
+
+
+class _Step(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, tokens: Tensor, mask: Tensor, positions: Tensor, keys: Layers, values: Layers) -> Tensor:
         out = self.net(
             input_ids=tokens,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=self.cache,
+            past_key_values=Decode(keys, values, positions),
             use_cache=True,
-            logits_to_keep=keep,
+            logits_to_keep=1,
         )
-        return out.logits
+        return out.logits[:, -1]
 
 
 def _check(config: Any, path: str) -> None:
@@ -85,9 +133,9 @@ def _check(config: Any, path: str) -> None:
     where = f"{path}/config.json"
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"} or (getattr(config, "sliding_window", None) and not hasattr(config, "layer_types")):
-        raise ConfigError(where, "the embedded engine has no sliding or linear attention", "use engine: sglang")
+        raise ConfigError(where, "the embedded engine has no sliding or linear attention", "use another engine")
     if getattr(config, "attn_logit_softcapping", None):
-        raise ConfigError(where, "the embedded engine has no attention softcapping", "use engine: sglang")
+        raise ConfigError(where, "the embedded engine has no attention softcapping", "use another engine")
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope not in _FIXED_ROPE:
         raise ConfigError(where, f"rope type {rope!r} depends on the batch", f"one of {', '.join(_FIXED_ROPE)}")

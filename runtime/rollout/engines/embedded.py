@@ -18,7 +18,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Requests decoded at a time; more wait."""
     max_length: Annotated[int, Meta(ge=0)] = 0
     """Longest prompt and answer together; 0: the model's max_position_embeddings. The cache is allocated for it, and
-    deterministic mode reads all of it at every token: set it to what the task needs."""
+    on some machines deterministic mode reads all of it at every token: set it to what the task needs."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: as in the model's config.json. Weights must be pushed in this dtype."""
     threads: Annotated[int, Meta(ge=0)] = 0
