@@ -37,7 +37,7 @@ def main() -> int:
         signal.signal(received, _ignore)
     try:
         return EXIT_CODES[_be(Rank(arguments.run_dir, arguments.attempt, number), guard) or "done"]
-    except Exception as e:  # the edge of the rank
+    except BaseException as e:  # the edge of the rank
         guard.end(e)
         raise
 

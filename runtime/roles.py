@@ -164,7 +164,7 @@ class _BeforeMpi:
                 threads=_threads(rank),
                 deterministic=config.deterministic,
                 pause=config.sync.pause,
-                call_s=config.sync.timeout_s,
+                call_s=max(config.sync.timeout_s, config.limits.rollout_s),
                 start_s=config.limits.start_s,
                 silence_s=config.limits.heartbeat_s,
                 restarts=config.limits.engine_restarts,

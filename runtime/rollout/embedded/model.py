@@ -7,7 +7,7 @@ of rows and any width; that is checked at start, and a model that cannot be trac
 
 from __future__ import annotations
 
-import sys
+import logging
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, G
 from runtime.errors import ConfigError
 from runtime.rollout.embedded.cache import ATTENTION, Decode, Layers, Prefill, SlotCache, attend
 
+_LOG: Final = logging.getLogger(__name__)
 _CHUNK: Final[int] = 64
 """Columns of the cache are read in multiples of this, so that shapes seldom change."""
 _FIXED_ROPE: Final[tuple[str, ...]] = ("default", "linear", "yarn", "llama3")
@@ -107,7 +108,7 @@ class SlotModel:
             problem = str(e).strip().splitlines()[-1]
         self.cache.clear()
         if problem:
-            print(f"decoding without a traced step, more slowly: {problem}", file=sys.stderr)
+            _LOG.warning("decoding without a traced step, more slowly: %s", problem)
         return plain if problem else self._step
 
 

@@ -1,0 +1,1 @@
+"""Plugins outside the tree, found by dotted path, that go wrong on purpose."""
