@@ -66,6 +66,7 @@ class Fleet:
         ]
         self._agent_of = {e: a for a in self._agents for e in a.engines}
         self._versions: dict[int, int | None] = dict.fromkeys(self._agent_of, None)
+        self._starts: dict[int, int] = dict.fromkeys(self._agent_of, 0)
         self._fresh: set[int] = set()
         self._finished: list[Finished] = []
         self._answers: dict[int, Reply | Journal] = {}
@@ -80,6 +81,10 @@ class Fleet:
     def fresh(self) -> set[int]:
         """Engines that wait for weights."""
         return set(self._fresh)
+
+    def starts(self, engine: int) -> int:
+        """How often this engine has become ready: tells its processes apart."""
+        return self._starts[engine]
 
     def committed(self, engines: Collection[int], version: int) -> None:
         self._versions |= dict.fromkeys(engines, version)
@@ -182,6 +187,7 @@ class Fleet:
             case Hello():
                 logger.info("agent of node %d is rank %d", message.node, rank)
             case EngineReady():
+                self._starts[message.engine] += 1
                 self._fresh.add(message.engine)
                 self._on_engine("engine_ready", message.engine, "")
             case EngineDown():

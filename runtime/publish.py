@@ -39,7 +39,8 @@ class Publisher:
     def __init__(self, fleet: Fleet, learner: Learner, sync: Sync) -> None:
         self._fleet, self._learner, self._sync = fleet, learner, sync
         self._group: GroupAddress | None = None
-        self._members: frozenset[int] = frozenset()
+        self._members: dict[int, int] = {}
+        """Engine id -> which start of it is in the group; one that was started again is not."""
         self._groups_made = 0
         self._manifest: Manifest | None = None
 
@@ -91,7 +92,8 @@ class Publisher:
 
     def _form(self, engines: frozenset[int]) -> dict[int, str]:
         """A group of trainer rank 0 and exactly these engines; failures by engine."""
-        if self._group is not None and self._members == engines:
+        members = {engine: self._fleet.starts(engine) for engine in engines}
+        if self._group is not None and self._members == members:
             return {}
         self._close_group()
         self._groups_made += 1
@@ -101,7 +103,7 @@ class Publisher:
         requests = self._fleet.order(
             engines, lambda r, es: Connect(request=r, address=group, ranks={e: ranks[e] for e in es})
         )
-        self._group, self._members = group, engines
+        self._group, self._members = group, members
         broken = ""
         try:
             self._learner.join_group(group.name, timeout_s + MARGIN_S)
@@ -112,8 +114,9 @@ class Publisher:
     def _close_group(self) -> None:
         if self._group is None:
             return
-        name, members = self._group.name, self._members & self._fleet.alive()
-        self._group, self._members = None, frozenset()
+        alive = self._fleet.alive()
+        members = {e for e, start in self._members.items() if e in alive and self._fleet.starts(e) == start}
+        name, self._group, self._members = self._group.name, None, {}
         requests = self._fleet.order(members, lambda r, es: Disconnect(request=r, group=name, engines=es))
         self._learner.close_group(name, self._sync.timeout_s)
         self._failures(requests, f"engines to leave {name}")

@@ -1,4 +1,8 @@
-"""What a rank does by its role: start what must exist before MPI_Init, join the world, take a place, leave with all."""
+"""What a rank does by its role: start what must exist before MPI_Init, join the world, take a place, leave with all.
+
+On an error nothing is closed in order, which would wake other threads to errors of their own: the guard ends all ranks
+at once, and what an agent started ends with its sockets.
+"""
 
 from __future__ import annotations
 
@@ -31,45 +35,47 @@ def run_controller(rank: Rank, guard: Guard) -> str:
     stop = Stop()
     stop.listen()
     config = rank.config
-    with ExitStack() as stack:
-        before = _BeforeMpi(rank, stack)
-        controller = Controller(config, rank.run_dir, rank.topology, rank.attempt)
-        world = _join(rank, guard)
-        token = secrets.token_bytes(TOKEN_BYTES)
-        host = address_of(rank.site.fabric_interface)
-        mailbox = MailboxServer(host, token, config.limits.heartbeat_s)
-        stack.callback(mailbox.close)
-        bootstrap = Bootstrap(
-            endpoint=mailbox.endpoint,
-            public_key=mailbox.public_key,
-            token=token,
-            resume=str(controller.resume_from or ""),
-        )
-        world.broadcast(bootstrap, Bootstrap, config.limits.start_s)
-        own = _connect(rank, bootstrap)
-        stack.callback(own.close)
-        beside = threading.Thread(target=before.be_agent, args=(own,), name="agent", daemon=True)
-        beside.start()
-        mailbox.expect((r.rank for r in rank.topology.ranks), config.limits.start_s)
-        reason = controller.run(world, mailbox, stop)
-        beside.join(config.limits.stop_s)
-        report.write(
-            rank.attempt_dir,
-            report.Report(kind=reason or "done", message=_message(reason), role=rank.role),  # pyright: ignore[reportArgumentType]
-        )
-        world.close(config.limits.stop_s)
+    stack = ExitStack()
+    before = _BeforeMpi(rank, stack)
+    controller = Controller(config, rank.run_dir, rank.topology, rank.attempt)
+    world = _join(rank, guard)
+    token = secrets.token_bytes(TOKEN_BYTES)
+    host = address_of(rank.site.fabric_interface)
+    mailbox = MailboxServer(host, token, config.limits.heartbeat_s)
+    stack.callback(mailbox.close)
+    bootstrap = Bootstrap(
+        endpoint=mailbox.endpoint,
+        public_key=mailbox.public_key,
+        token=token,
+        resume=str(controller.resume_from or ""),
+    )
+    world.broadcast(bootstrap, Bootstrap, config.limits.start_s)
+    own = _connect(rank, bootstrap)
+    stack.callback(own.close)
+    beside = threading.Thread(target=before.be_agent, args=(own,), name="agent", daemon=True)
+    beside.start()
+    mailbox.expect((r.rank for r in rank.topology.ranks), config.limits.start_s)
+    reason = controller.run(world, mailbox, stop)
+    beside.join(config.limits.stop_s)
+    report.write(
+        rank.attempt_dir,
+        report.Report(kind=reason or "done", message=_message(reason), role=rank.role),  # pyright: ignore[reportArgumentType]
+    )
+    world.close(config.limits.stop_s)
+    stack.close()
     return reason
 
 
 def run_agent(rank: Rank, guard: Guard) -> str:
-    with ExitStack() as stack:
-        before = _BeforeMpi(rank, stack)
-        world = _join(rank, guard)
-        bootstrap = world.broadcast(None, Bootstrap, rank.config.limits.start_s)
-        mailbox = _connect(rank, bootstrap)
-        stack.callback(mailbox.close)
-        before.be_agent(mailbox)
-        world.close(rank.config.limits.stop_s)
+    stack = ExitStack()
+    before = _BeforeMpi(rank, stack)
+    world = _join(rank, guard)
+    bootstrap = world.broadcast(None, Bootstrap, rank.config.limits.start_s)
+    mailbox = _connect(rank, bootstrap)
+    stack.callback(mailbox.close)
+    before.be_agent(mailbox)
+    world.close(rank.config.limits.stop_s)
+    stack.close()
     return ""
 
 
@@ -83,34 +89,35 @@ def run_trainer(rank: Rank, guard: Guard) -> str:
 
     config, limits = rank.config, rank.config.limits
     configure_torch(config.trainer.threads or _threads(rank), config.deterministic)
-    with ExitStack() as stack:
-        world = _join(rank, guard)
-        bootstrap = world.broadcast(None, Bootstrap, limits.start_s)
-        mailbox = _connect(rank, bootstrap)
-        stack.callback(mailbox.close)
-        world.watch = mailbox.check
-        host = address_of(rank.site.fabric_interface)
-        where = torch.device(device.torch_device(rank.slot.device))
-        own = rank.topology.trainers.index(rank.slot.rank)
-        if (size := len(rank.topology.trainers)) > 1:
-            backend, interface = device.backend(where), rank.site.fabric_interface
-            group.start(world, own, size, backend=backend, interface=interface, timeout_s=limits.start_s)
-        trainer = FsdpTrainer(
-            Path(config.models.policy.path),
-            config.trainer,
-            where,
-            temperature=config.rollout.sampling.temperature,
-            bucket_bytes=config.sync.bucket_bytes,
-        )
-        if bootstrap.resume:
-            trainer.restore(Path(bootstrap.resume))
-        sender = None
-        if own == 0:
-            sender = BroadcastSender(host, device.backend(where), device=str(where), timeout_s=config.sync.timeout_s)
-        port = _Port(world, rank.topology.controller)
-        settings = worker.Settings(device=str(where), timeout_s=limits.rollout_s + limits.train_s)
-        worker.serve(port, trainer, algorithm_of(config), sender, settings)
-        world.close(limits.stop_s)
+    stack = ExitStack()
+    world = _join(rank, guard)
+    bootstrap = world.broadcast(None, Bootstrap, limits.start_s)
+    mailbox = _connect(rank, bootstrap)
+    stack.callback(mailbox.close)
+    world.watch = mailbox.check
+    host = address_of(rank.site.fabric_interface)
+    where = torch.device(device.torch_device(rank.slot.device))
+    own = rank.topology.trainers.index(rank.slot.rank)
+    if (size := len(rank.topology.trainers)) > 1:
+        backend, interface = device.backend(where), rank.site.fabric_interface
+        group.start(world, own, size, backend=backend, interface=interface, timeout_s=limits.start_s)
+    trainer = FsdpTrainer(
+        Path(config.models.policy.path),
+        config.trainer,
+        where,
+        temperature=config.rollout.sampling.temperature,
+        bucket_bytes=config.sync.bucket_bytes,
+    )
+    if bootstrap.resume:
+        trainer.restore(Path(bootstrap.resume))
+    sender = None
+    if own == 0:
+        sender = BroadcastSender(host, device.backend(where), device=str(where), timeout_s=config.sync.timeout_s)
+    port = _Port(world, rank.topology.controller)
+    settings = worker.Settings(device=str(where), timeout_s=limits.rollout_s + limits.train_s)
+    worker.serve(port, trainer, algorithm_of(config), sender, settings)
+    world.close(limits.stop_s)
+    stack.close()
     return ""
 
 
