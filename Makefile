@@ -4,6 +4,7 @@
 # TORCH_INDEX  a package index to take torch alone from. On Linux the default index serves the CUDA build, which runs on
 #              a CPU too but weighs gigabytes; the CPU build: make venv TORCH_INDEX=https://download.pytorch.org/whl/cpu
 # PYTEST_FLAGS what to tell pytest besides
+# SUBMIT_FLAGS what to tell the launcher besides, such as --detach or --set num_steps=10
 
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -30,7 +31,7 @@ venv: $(STAMP)  ## make the environment .venv from pinned constraints
 
 quickstart: $(STAMP)  ## train a tiny model on arithmetic, on this machine, in five minutes
 	$(BIN)/python -m runtime.quickstart --out models/quickstart
-	$(BIN)/python -m launcher submit configs/quickstart.yaml
+	$(BIN)/python -m launcher submit configs/quickstart.yaml $(SUBMIT_FLAGS)
 
 test: $(STAMP)  ## all tests (15 minutes on 2 cores)
 	$(PYTEST) tests

@@ -22,6 +22,10 @@ VISIBLE: Final[dict[Platform, str]] = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "
 left alone: HIP indices count within it."""
 
 
+FIRST_DEVICE: Final = {"gloo": "cpu", "nccl": "cuda"}
+"""torch.distributed backend -> torch's name of the first kind of device it serves."""
+
+
 def platform(root: Path = Path("/")) -> Platform:
     """What the GPU drivers of this machine say; nothing is loaded for the answer."""
     if (root / "dev/kfd").exists():

@@ -126,8 +126,8 @@ def draw_problems(options: Options) -> tuple[list[Problem], list[Problem]]:
     plain = [p for p in pairs if not p.carries]
 
     def take(count: int) -> list[Problem]:
-        n_carry = round(count * options.carry_share)
-        drawn = [carry.pop() for _ in range(n_carry)] + [plain.pop() for _ in range(count - n_carry)]
+        num_carry = round(count * options.carry_share)
+        drawn = [carry.pop() for _ in range(num_carry)] + [plain.pop() for _ in range(count - num_carry)]
         rng.shuffle(drawn)
         return drawn
 

@@ -81,8 +81,6 @@ def run_agent(rank: Rank, guard: Guard) -> str:
 
 def run_trainer(rank: Rank, guard: Guard) -> str:
     """A trainer rank: torch is imported here, and nowhere else outside the engines."""
-    import torch
-
     from runtime.comm.weights import BroadcastSender
     from runtime.trainer import group, worker
     from runtime.trainer.fsdp import FsdpTrainer, configure_torch
@@ -96,7 +94,7 @@ def run_trainer(rank: Rank, guard: Guard) -> str:
     stack.callback(mailbox.close)
     world.watch = mailbox.check
     host = address_of(rank.site.fabric_interface)
-    where = torch.device(device.torch_device(rank.slot.device))
+    where = group.device_of(rank.slot.device)
     own = rank.topology.trainers.index(rank.slot.rank)
     if (size := len(rank.topology.trainers)) > 1:
         backend, interface = device.backend(where), rank.site.fabric_interface

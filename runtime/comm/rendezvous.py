@@ -15,10 +15,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
 
 from runtime.comm.network import address_towards
+from runtime.device import FIRST_DEVICE
 from runtime.errors import PeerLost, WaitTimeout
 from runtime.types import GroupAddress
-
-_FIRST_DEVICE: Final = {"gloo": "cpu", "nccl": "cuda"}
 
 
 def listen_store(host: str, timeout_s: float) -> tuple[TCPStore, int]:
@@ -89,7 +88,7 @@ def make_group(address: GroupAddress, rank: int, store: TCPStore, timeout_s: flo
     start = time.monotonic()
     prefixed = PrefixStore(address.name, store)
     prefixed = PrefixStore(f"{address.name}/", prefixed)
-    prefixed = PrefixStore(f"{_FIRST_DEVICE[address.backend]}/", prefixed)
+    prefixed = PrefixStore(f"{FIRST_DEVICE[address.backend]}/", prefixed)
     try:
         backend = _BACKENDS[address.backend](prefixed, rank, address, timedelta(seconds=timeout_s))
     except RuntimeError as e:

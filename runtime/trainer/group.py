@@ -1,4 +1,4 @@
-"""torch.distributed's default group: the trainer ranks of one attempt."""
+"""Where a trainer rank computes, and torch.distributed's default group: the trainer ranks of one attempt."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import msgspec
+import torch
 import torch.distributed as dist
 
+from runtime import device
 from runtime.comm.network import address_of
 from runtime.comm.rendezvous import listen_store, reach_store
 from runtime.types import GroupAddress
@@ -18,6 +20,11 @@ class World(Protocol):
     """What this needs of comm.world.World."""
 
     def trainers_broadcast(self, message: msgspec.Struct | None, kind: Any, timeout_s: float) -> Any: ...
+
+
+def device_of(index: int | None) -> torch.device:
+    """The device that the topology gives a trainer rank; None: the CPU."""
+    return torch.device(device.torch_device(index))
 
 
 def start(world: World, rank: int, size: int, *, backend: str, interface: str, timeout_s: float) -> None:

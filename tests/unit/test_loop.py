@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.tools import ledger
-from tests.unit.test_buffer import finished
 
 from runtime.buffer import Buffer, equal_rewards
 from runtime.comm.messages import Finished
@@ -22,6 +20,8 @@ from runtime.loop import Loop, Progress, Rules
 from runtime.metrics import Recorder
 from runtime.state import Checkpoints
 from runtime.types import Batch, RunState, SamplingParams
+from tests.tools import ledger
+from tests.unit.test_buffer import finished
 
 NUM_PROMPTS = 3
 

@@ -1,12 +1,12 @@
 """Checkpoints exist whole or not at all; reports keep the first cause."""
 
 import pytest
-from tests.unit.test_buffer import finished
 
 from runtime.errors import OutOfMemory, SluiceError
 from runtime.report import Report, kind_of, write
 from runtime.state import Checkpoints, read_state, write_state
 from runtime.types import Lease, Prompt, RunState, SamplingParams
+from tests.unit.test_buffer import finished
 
 LEASE = Lease(number=4, prompt=Prompt(id="x", dataset="d"), version=2, num_samples=2, params=SamplingParams())
 
