@@ -20,8 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq", "step")
 
-WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
-"""Files of a model folder that an export replaces; the others (tokenizer, templates) are copied as they are."""
+TOKENIZER_FILES: Final = ("*token*.json", "*.jinja", "vocab.*", "merges.txt", "*.model", "*.tiktoken")
+"""What of a model folder goes into an export as it is."""
 
 
 def initialise(optimizer: torch.optim.AdamW) -> None:
@@ -57,7 +57,7 @@ def restore(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW, counte
 
 
 def export(folder: Path, source: Path, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> None:
-    """Write a folder that from_pretrained loads; called by the one rank that holds the weights.
+    """Write a folder that from_pretrained loads, whole or not at all; called by the one rank that holds the weights.
 
     Args:
         source: the folder the run started from: its config tells the architecture, its tokenizer files are copied.
@@ -67,7 +67,10 @@ def export(folder: Path, source: Path, weights: Iterable[tuple[str, Tensor]], dt
     # Not the trained model itself: fully_shard made a class of its own of that, whose name would go into config.json.
     with torch.device("meta"):
         plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=dtype)
-    plain.save_pretrained(folder, state_dict=state)
-    for file in sorted(source.iterdir()):
-        if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES) and not (folder / file.name).exists():
-            shutil.copyfile(file, folder / file.name)
+    beside = folder.with_name(folder.name + ".part")
+    shutil.rmtree(beside, ignore_errors=True)
+    plain.save_pretrained(beside, state_dict=state)
+    for file in {file for pattern in TOKENIZER_FILES for file in source.glob(pattern)}:
+        shutil.copyfile(file, beside / file.name)
+    shutil.rmtree(folder, ignore_errors=True)
+    beside.rename(folder)
