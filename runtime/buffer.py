@@ -31,7 +31,9 @@ def equal_rewards(group: Group) -> str:
 
 def nothing_to_train(group: Group) -> str:
     """Every sample failed: there is no advantage to compute."""
-    return "" if any(s.reward is not None and s.trainable for s in group.samples) else "all samples failed"
+    if any(s.reward is not None and s.trainable for s in group.samples):
+        return ""
+    return "all samples failed: " + next((s.reason for s in group.samples if s.reason), "no reason was given")
 
 
 class Buffer:

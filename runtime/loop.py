@@ -15,13 +15,15 @@ from typing import Any, Protocol
 
 from runtime.buffer import Buffer
 from runtime.comm.messages import Finished
-from runtime.errors import EngineLost, WaitTimeout
+from runtime.errors import ConfigError, EngineLost, WaitTimeout
 from runtime.evaluate import Evaluation
 from runtime.metrics import Recorder
 from runtime.state import Checkpoints
 from runtime.types import Batch, Completion, Group, Lease, RunState
 
 POLL_S = 0.2
+MAX_DROPPED_BATCHES = 10
+"""Batches' worth of groups that may be dropped in a row: sampling on for ever would look like work."""
 
 
 class Fleet(Protocol):
@@ -91,6 +93,8 @@ class Loop:
     """Token ids -> text, for samples/."""
     stop: Callable[[], str]
     """Why the run must end early; empty: go on."""
+    dropped: int = 0
+    """Groups dropped since one was kept."""
 
     def run(self) -> str:
         """Train until `num_steps`, or until `stop` says why not; that reason is returned, "" when done."""
@@ -152,6 +156,20 @@ class Loop:
                 self.evaluation.add(group)
             elif (reason := self.buffer.add(group)) is not None:
                 self.recorder.group(group, reason)
+                self.count_dropped(reason)
+
+    def count_dropped(self, reason: str) -> None:
+        """
+        Raises:
+            ConfigError: too many groups in a row were of no use.
+        """
+        self.dropped = self.dropped + 1 if reason else 0
+        if self.dropped >= MAX_DROPPED_BATCHES * self.rules.num_prompts:
+            raise ConfigError(
+                "rollout",
+                f"{self.dropped} groups in a row were dropped, the last one for: {reason}",
+                "look at the reward and the data; if the task is too easy or too hard, change rollout.filters",
+            )
 
     def check_progress(self, moved: bool, last: float) -> float:
         """When something last moved, and the bound on it; gives fresh engines their weights.

@@ -32,7 +32,11 @@ class Engine(Protocol):
     async def describe(self) -> Description: ...
 
     async def generate(self, tokens: Sequence[int], params: SamplingParams, session: str = "") -> Completion:
-        """Sample after a prefix. A completion that ends early because of `pause` has finish "abort"."""
+        """Sample after a prefix. A completion that ends early because of `pause` has finish "abort".
+
+        Raises:
+            ValueError: the engine refuses the request, such as a prompt that is too long; the engine is well.
+        """
         ...
 
     async def pause(self, mode: str) -> None:

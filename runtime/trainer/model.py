@@ -1,8 +1,9 @@
 """A transformers model on a trainer rank: loaded with float32 masters, sharded, and asked for log-probs.
 
-Only rows of the logits that the loss mask needs are computed: the model gets their positions as `logits_to_keep`. One
-rank in float32 is left unsharded, because there is nothing to shard and no second dtype to keep, and FSDP's hooks made
-a forward and backward of a small model on a CPU half as slow again.
+The model runs on distinct prefixes (see `trainer.prefixes`), and only rows of the logits that the loss mask needs are
+computed: the model gets their positions as `logits_to_keep`. One rank in float32 is left unsharded, because there is
+nothing to shard and no second dtype to keep, and FSDP's hooks made a forward and backward of a small model on a CPU
+half as slow again.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from runtime.trainer import attention, maths
 from runtime.trainer.base import Scores
+from runtime.trainer.prefixes import distinct
 from runtime.types import MicroBatch
 
 
@@ -63,14 +65,17 @@ def score(model: nn.Module, batch: MicroBatch, dtype: torch.dtype, temperature: 
         dtype: the model runs in.
         temperature: tokens were sampled at.
     """
+    device = batch.tokens.device
+    prefixes = distinct(batch.tokens.cpu().numpy(), batch.starts)
+    ends, of = (torch.from_numpy(index).to(device) for index in (prefixes.ends, prefixes.of))
     # A start has no prefix, so no log-prob: 0 whatever its mask says.
     at = (batch.loss_mask & (batch.positions > 0)).nonzero().squeeze(1)
     out = model(
-        input_ids=batch.tokens[None],
-        position_ids=batch.positions[None],
+        input_ids=batch.tokens[ends][None],
+        position_ids=batch.positions[ends][None],
         use_cache=False,
-        logits_to_keep=at - 1,
-        packing=attention.pack(batch.starts, batch.tokens.device, dtype),
+        logits_to_keep=of[at - 1],
+        packing=attention.pack(prefixes, device, dtype),
     )
     logits = out.logits[0].float()
     if temperature != 1.0:

@@ -156,11 +156,12 @@ def test_the_judge_asks_its_service(shell: Shell) -> None:
 
     class Service(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append(question)
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
             self.end_headers()
-            self.wfile.write(json.dumps({"score": len(asked[-1]["answer"])}).encode())
+            self.wfile.write(json.dumps({"score": len(question["answer"])}).encode())
 
         def log_message(self, *_: Any) -> None:
             pass

@@ -72,7 +72,7 @@ def test_filters_say_why_and_make_room(source_file):
     buffer = make(source_file, filters=[equal_rewards])
     a, b, c = buffer.leases(3, 0)
     assert buffer.add(finished(a, (1.0, 1.0))) == "equal rewards"
-    assert buffer.add(finished(b, (None, None))) == "all samples failed"
+    assert buffer.add(finished(b, (None, None))) == "all samples failed: no reason was given"
     assert buffer.add(finished(c, (None, 0.5))) == "equal rewards"
     assert buffer.open() == 0
     assert buffer.add(finished(a)) is None, "a group that nobody waits for is not taken"

@@ -14,7 +14,7 @@ from runtime.buffer import Buffer, equal_rewards
 from runtime.comm.messages import Finished
 from runtime.config import DataSet, EvalSet
 from runtime.data import DataSource
-from runtime.errors import EngineLost, WaitTimeout
+from runtime.errors import ConfigError, EngineLost, WaitTimeout
 from runtime.evaluate import Evaluation
 from runtime.loop import Loop, Progress, Rules
 from runtime.metrics import Recorder
@@ -221,4 +221,15 @@ def test_waiting_for_groups_is_bounded_and_says_for_whom(tmp_path):
     loop.publish({0})
     loop.feed()
     with pytest.raises(WaitTimeout, match="6 running, engines up"):
+        loop.gather()
+
+
+def test_sampling_on_for_ever_without_a_useful_group_is_an_error(tmp_path):
+    loop = make_loop(tmp_path / "run", np.random.default_rng(0))
+    loop.publish({0})
+    loop.fleet.poll = lambda timeout_s: [
+        Finished(group=finished(loop.fleet.running.pop(), (1.0, 1.0)), purpose="train", seconds=0.0)
+        for _ in range(len(loop.fleet.running))
+    ]
+    with pytest.raises(ConfigError, match="30 groups in a row were dropped, the last one for: equal rewards"):
         loop.gather()

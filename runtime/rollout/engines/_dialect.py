@@ -9,6 +9,7 @@ What the dialect hides, found on the real server:
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -66,7 +67,7 @@ def version_number(weight_version: str) -> int:
 
 
 class DialectClient:
-    """An Engine over HTTP. Every failure is an EngineLost that names the call, the address and the answer."""
+    """An Engine over HTTP. Failures are an EngineLost that names the call, the address and the answer."""
 
     def __init__(self, *, url: str, token: str, timeout_s: float) -> None:
         self._url, self._timeout_s = url, timeout_s
@@ -98,9 +99,13 @@ class DialectClient:
         body = {"input_ids": [int(t) for t in tokens], "sampling_params": sampling, "return_logprob": True}
         self._running += 1
         try:
-            answer = await self._call("POST", "/generate", body)
+            status, answer = await self._ask("POST", "/generate", body, self._timeout_s)
         finally:
             self._running -= 1
+        if status == 400:  # too long a prompt, say: the engine is well, the request is not
+            raise ValueError(f"the engine refused {len(tokens)} tokens: {_text(answer)}")
+        if status != 200:
+            raise self._error("POST", "/generate", f"status {status}: {_text(answer)}")
         if self._stale_cache and not self._running:
             await self._flush()
         return self._completion(answer)
@@ -129,6 +134,18 @@ class DialectClient:
     async def receive(self, manifest: Manifest, version: int, group: str) -> None:
         in_place = self._pause_mode == "in_place"
         sessions = await self._post("/begin_weight_update", {}, missing_ok=True) is not None
+        try:
+            await self._receive_buckets(manifest, version, group, flush=not in_place)
+        except EngineLost:
+            if sessions:  # when another member broke the group, this engine is still good for the next push
+                with contextlib.suppress(EngineLost):
+                    await self._post("/end_weight_update", {}, refused_ok=True)
+            raise
+        if sessions:
+            await self._call("POST", "/end_weight_update", {})
+        self._stale_cache = in_place
+
+    async def _receive_buckets(self, manifest: Manifest, version: int, group: str, *, flush: bool) -> None:
         for part in buckets(manifest):
             body = {
                 "names": manifest.names[part],
@@ -137,12 +154,9 @@ class DialectClient:
                 "group_name": group,
                 "weight_version": str(version),
                 "load_format": "flattened_bucket",
-                "flush_cache": not in_place and part.stop == len(manifest.names),
+                "flush_cache": flush and part.stop == len(manifest.names),
             }
             await self._post("/update_weights_from_distributed", body)
-        if sessions:
-            await self._call("POST", "/end_weight_update", {})
-        self._stale_cache = in_place
 
     async def checksums(self) -> dict[str, str]:
         answer = await self._call("POST", "/weights_checker", {"action": "checksum"})
@@ -190,12 +204,12 @@ class DialectClient:
             return answer
         if (missing_ok and status == 404) or (refused_ok and status == 400):
             return None
-        raise self._error("POST", path, f"status {status}: {answer[:500].decode(errors='replace')}")
+        raise self._error("POST", path, f"status {status}: {_text(answer)}")
 
     async def _call(self, method: str, path: str, body: Any = None, *, limit_s: float | None = None) -> bytes:
         status, answer = await self._ask(method, path, body, limit_s or self._timeout_s)
         if status != 200:
-            raise self._error(method, path, f"status {status}: {answer[:500].decode(errors='replace')}")
+            raise self._error(method, path, f"status {status}: {_text(answer)}")
         return answer
 
     async def _ask(self, method: str, path: str, body: Any, limit_s: float) -> tuple[int, bytes]:
@@ -216,3 +230,7 @@ class DialectClient:
 
     def _error(self, method: str, path: str, reason: str) -> EngineLost:
         return EngineLost(f"{method} {self._url}{path}: {reason}")
+
+
+def _text(answer: bytes) -> str:
+    return answer[:500].decode(errors="replace")
