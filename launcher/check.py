@@ -92,6 +92,14 @@ def _check_topology(loaded: Loaded, site: SiteConfig) -> None:
             "lower gpus_per_node in the site file (0 runs on the CPU) or cluster.num_*_nodes",
         )
     machine.find_mpiexec()
+    engine = plugins.find("engine", config.rollout.engine, loaded.where("rollout", "engine"))
+    options = plugins.options(engine, config.rollout.engine_options, loaded.where("rollout", "engine_options"))
+    if site.gpus_per_node and not engine.build(options).runs_on_gpu:
+        raise ConfigError(
+            loaded.where("rollout", "engine"),
+            f"{config.rollout.engine!r} runs on CPUs, but site {site.name!r} gives it {site.gpus_per_node} GPUs a node",
+            "write gpus_per_node: 0 in the site file",
+        )
 
 
 def _nodes(cluster: Cluster) -> str:
@@ -106,6 +114,12 @@ def _sizes(loaded: Loaded) -> list[str]:
     if rollout.num_samples == 1 and not any(algorithm.advantages([reward])[0] for reward in (0.0, 1.0)):
         place = loaded.where("rollout", "num_samples")
         warnings.append(f"{place} is 1: {choice.name} compares the answers to one prompt, so nothing will be learned")
+    if rollout.sampling.top_p < 1.0 or rollout.sampling.top_k > 0:
+        place = loaded.where("rollout", "sampling")
+        warnings.append(
+            f"{place} has top_p or top_k: engines then give log-probs of the cut distribution, the trainer those of the "
+            "whole one; they differ, and a correction would act on that"
+        )
     size = rollout.num_prompts * rollout.num_samples
     if config.trainer.num_updates > size:
         raise ConfigError(
@@ -122,11 +136,10 @@ def _check_data(loaded: Loaded) -> list[str]:
         raise ConfigError(loaded.where("data"), "is empty", "give at least one data set")
     held_out = _datasets(config)[len(config.data) :]
     names: set[str] = set()
-    for path, data in held_out:
+    for path, data in _datasets(config):
         name = files.dataset_name(data)
         if name in names:
-            problem = f"two evaluation sets are called {name!r}"
-            raise ConfigError(loaded.where(*path, "name"), problem, "give one a `name`")
+            raise ConfigError(loaded.where(*path, "name"), f"two data sets are called {name!r}", "give one a `name`")
         names.add(name)
     prompts = {path: files.check_data(data.path, loaded.where(*path, "path")) for path, data in _datasets(config)}
     train = set().union(*(found for path, found in prompts.items() if path[0] == "data"))

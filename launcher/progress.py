@@ -23,6 +23,7 @@ class Progress:
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
         self.step = 0
+        self.first_accuracy: float | None = None
         self.accuracy: float | None = None
         """Held-out accuracy; the mean where there are several evaluation sets."""
         self._seconds: deque[float] = deque(maxlen=20)
@@ -32,6 +33,8 @@ class Progress:
         accuracies = [v for k, v in line.items() if k.startswith("eval/") and k.endswith("/accuracy")]
         if accuracies:
             self.accuracy = sum(accuracies) / len(accuracies)
+            if self.first_accuracy is None:
+                self.first_accuracy = self.accuracy
         if "reward" not in line:
             return None
         self.step = int(line["step"])

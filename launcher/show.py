@@ -88,7 +88,11 @@ def _ending(run: Path, state: str) -> str:
 
 def outcome(run: Path, state: str) -> str:
     """What submit ends with: how it went and where everything is."""
-    lines = [f"{run.name}: {state}", _ending(run, state), f"folder   {run}"]
+    progress, _ = _progress(run)
+    lines = [f"{run.name}: {state}", _ending(run, state)]
+    if progress.first_accuracy is not None:
+        lines.append(f"held-out accuracy {progress.first_accuracy:.3f} -> {number(progress.accuracy, '.3f')}")
+    lines.append(f"folder   {run}")
     if (run / "reward.png").exists():
         lines.append(f"plot     {run / 'reward.png'}")
     exported = run / "hf"

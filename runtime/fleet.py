@@ -207,6 +207,7 @@ class Fleet:
 
 def fault_error(fault: Fault) -> SluiceError:
     """An agent's fault as an error of the kind it reported."""
-    error = SluiceError(f"agent of node {fault.node}: {fault.message}\n{fault.traceback}")
+    error = SluiceError(f"agent of node {fault.node}: {fault.message}")
+    error.add_note(fault.traceback)
     error.kind = fault.kind if fault.kind in EXIT_CODES else "bug"  # pyright: ignore[reportAttributeAccessIssue]
     return error

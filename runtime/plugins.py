@@ -51,14 +51,16 @@ def find(kind: str, name: str, where: str) -> ModuleType:
     else:
         near = difflib.get_close_matches(name, names(kind), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(where, f"no {kind} named {name!r}", f"{hint}choose one of: {', '.join(names(kind))}")
+        choices = f"choose one of: {', '.join(names(kind))}"
+        outside = f"a module outside the tree needs a dot in its name: my_project.my_{kind}"
+        raise ConfigError(where, f"no {kind} named {name!r}", f"{hint}{choices}; {outside}")
     try:
         module = importlib.import_module(path)
     except ModuleNotFoundError as e:
         raise ConfigError(where, f"cannot import {kind} {path!r}: {e}", "check the dotted path and PYTHONPATH") from e
     for needed in ("Config", "build"):
         if not hasattr(module, needed):
-            raise ConfigError(where, f"module {path!r} is no {kind}: it defines no `{needed}`", "see docs/")
+            raise ConfigError(where, f"module {path!r} is no {kind}: it defines no `{needed}`", f"see docs/{kind}s.md")
     return module
 
 

@@ -166,6 +166,7 @@ class _BeforeMpi:
                 host=address_of(rank.site.fabric_interface),
                 log_dir=str(rank.attempt_dir),
                 token_file=str(_engine_token(rank)),
+                dtype=config.trainer.precision,
                 threads=_threads(rank),
                 deterministic=config.deterministic,
                 pause=config.sync.pause,

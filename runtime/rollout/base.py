@@ -69,9 +69,16 @@ class Engine(Protocol):
 class EngineKind(Protocol):
     """How one kind of engine is started and spoken to."""
 
-    def command(self, *, model: str, token_file: str, threads: int, deterministic: bool) -> list[str]:
-        """argv of the server. It listens on an inherited socket, so no port is raced for: the spawner binds it and
-        puts its number where the argv says process.SOCKET_FD."""
+    runs_on_gpu: bool
+    """Whether it uses the GPUs of its slot, or a CPU."""
+
+    def command(self, *, model: str, dtype: str, token_file: str, threads: int, deterministic: bool) -> list[str]:
+        """argv of the server.
+
+        It holds weights of this dtype (float32 or bfloat16), as the trainer sends them. It listens on an inherited
+        socket, so no port is raced for: the spawner binds it and puts its number where the argv says
+        process.SOCKET_FD.
+        """
         ...
 
     def client(self, *, url: str, token: str, timeout_s: float) -> Engine: ...

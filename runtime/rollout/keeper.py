@@ -47,6 +47,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Address they listen on."""
     log_dir: str
     token_file: str
+    dtype: str
+    """Of the weights, as the trainer sends them."""
     threads: int
     deterministic: bool
     pause: str
@@ -157,7 +159,11 @@ class Keeper:
         self._lost = asyncio.get_running_loop().create_future()
         self._ended = asyncio.get_running_loop().create_future()
         argv = self._kind.command(
-            model=start.path, token_file=s.token_file, threads=s.threads, deterministic=s.deterministic
+            model=start.path,
+            dtype=s.dtype,
+            token_file=s.token_file,
+            threads=s.threads,
+            deterministic=s.deterministic,
         )
         started = await self._spawner.start(self.process, argv, start.env, self.log, s.host)
         host = f"[{s.host}]" if ":" in s.host else s.host

@@ -101,17 +101,21 @@ class Pool:
         if not self._members:
             self._some.clear()
 
+    async def _wait(self) -> None:
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await self._some.wait()
+        except TimeoutError:
+            raise WaitTimeout(f"a sample waited {self._wait_s:g} s for any engine of its agent to be ready") from None
+
     async def pick(self, home: int | None, slack: int) -> Running:
         """The engine with the least to do, or `home` while that has at most `slack` more: it knows the prompt.
 
         Raises:
             WaitTimeout: no engine came into the pool in time.
         """
-        try:
-            async with asyncio.timeout(self._wait_s):
-                await self._some.wait()
-        except TimeoutError:
-            raise WaitTimeout(f"a sample waited {self._wait_s:g} s for any engine of its agent to be ready") from None
+        while not self._members:
+            await self._wait()
         lightest = min(self._members.values(), key=lambda r: (r.load, r.id))
         at_home = self._members.get(home) if home is not None else None
         return at_home if at_home is not None and at_home.load <= lightest.load + slack else lightest

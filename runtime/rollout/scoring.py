@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import struct
@@ -111,13 +112,21 @@ class RewardPool:
             return [Verdict(None, f"the reward took longer than {self._timeout_s:g} s")] * len(samples)
         except Exception as e:  # whatever a user's reward raises fails this group only
             return [Verdict(None, f"the reward raised {type(e).__name__}: {e}")] * len(samples)
-        return [Verdict(v, "" if v is not None else "the reward gave none") for v in values]
+        if len(values) != len(samples):
+            return [Verdict(None, f"the reward gave {len(values)} values for {len(samples)} samples")] * len(samples)
+        return [_verdict(value) for value in values]
 
     def close(self) -> None:
         """End the processes; a second call does nothing."""
         self._socket.close()
         self._host.kill()
         self._host.wait(5.0)
+
+
+def _verdict(value: float | None) -> Verdict:
+    if value is None:
+        return Verdict(None, "the reward gave none")
+    return Verdict(float(value)) if math.isfinite(value) else Verdict(None, f"the reward gave {value}")
 
 
 def _awaiting(dataset: DataSet) -> Reward | None:

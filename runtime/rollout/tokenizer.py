@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,6 +22,8 @@ import tokenizers
 
 from runtime.errors import ConfigError
 
+_CHATS = 256
+"""Prompts whose tokens are remembered: the samples of a group share theirs."""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -45,6 +48,7 @@ class HfTokenizer:
         source = _chat_template(folder, config)
         self._template = _compile(source) if source else None
         self._where = str(folder)
+        self._remembered = lru_cache(_CHATS)(self._render)
         eos = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
         if eos is None:
             raise ConfigError(
@@ -58,10 +62,14 @@ class HfTokenizer:
         Raises:
             ConfigError: the folder holds no chat template.
         """
+        return list(self._remembered(tuple(tuple(message.items()) for message in messages)))
+
+    def _render(self, messages: tuple[tuple[tuple[str, str], ...], ...]) -> list[int]:
         if self._template is None:
             raise ConfigError(self._where, "the model has no chat template", "give prompts as token ids or add one")
+        given = [dict(message) for message in messages]
         text = self._template.render(
-            messages=list(messages), tools=None, documents=None, add_generation_prompt=True, **self._special
+            messages=given, tools=None, documents=None, add_generation_prompt=True, **self._special
         )
         return self.encode(text)
 

@@ -69,7 +69,11 @@ class Live:
         token_file.touch(mode=0o600)
         token_file.write_text(self.token)
         argv = self._kind.command(
-            model=str(self._folder), token_file=str(token_file), threads=1, deterministic=deterministic
+            model=str(self._folder),
+            dtype="float32",
+            token_file=str(token_file),
+            threads=1,
+            deterministic=deterministic,
         )
         log = self._folder / f"{self.name}.log"
         started = await self._spawner.start(self.name, argv, os.environ, str(log), "127.0.0.1")

@@ -114,7 +114,7 @@ class FakeKind:
     prepare: object = lambda engine: None
     """Called with each new engine."""
 
-    def command(self, *, model, token_file, threads, deterministic):
+    def command(self, *, model, dtype, token_file, threads, deterministic):
         return ["engine", model]
 
     def client(self, *, url, token, timeout_s):

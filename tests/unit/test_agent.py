@@ -50,6 +50,7 @@ class Bench:
             "host": "127.0.0.1",
             "log_dir": str(folder),
             "token_file": str(folder / "token"),
+            "dtype": "float32",
             "threads": 1,
             "deterministic": False,
             "pause": "retract",

@@ -22,6 +22,8 @@ from runtime.rollout.embedded.server import Server
 from runtime.rollout.embedded.worker import Worker
 
 _SHUTDOWN_S = 0.5
+_SWITCH_S = 0.0005
+"""Between two kernels the decoder wants the interpreter back from the event loop sooner than after Python's 5 ms."""
 
 
 def _arguments() -> argparse.Namespace:
@@ -32,7 +34,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
     parser.add_argument("--slots", type=int, default=32, help="requests decoded at a time")
     parser.add_argument("--max-length", type=int, default=0, help="longest prompt and answer; 0: the model's")
-    parser.add_argument("--dtype", default="auto", help="auto: as in config.json")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), required=True, help="of the weights")
     parser.add_argument("--deterministic", action="store_true", help="constant shapes")
     return parser.parse_args()
 
@@ -65,6 +67,7 @@ async def _serve(args: argparse.Namespace, model: SlotModel, decoder: Decoder, t
 def main() -> int:
     args = _arguments()
     torch.set_num_threads(args.threads)
+    sys.setswitchinterval(_SWITCH_S)
     try:
         token = _token(args.token_file)
         model = SlotModel(args.model, dtype=args.dtype, slots=args.slots, max_length=args.max_length)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import secrets
 from collections.abc import Awaitable, Callable
+from itertools import count
 from typing import Any, TypeVar
 
 import msgspec
@@ -76,6 +77,8 @@ class Server:
         self._groups: set[str] = set()
         self._next_version = ""
         self._path, self._deterministic = path, deterministic
+        self._numbers = count()
+        """Names of requests that come without one."""
 
     def app(self, token: str) -> web.Application:
         app = web.Application(middlewares=[guard(token)], client_max_size=64 << 20)
@@ -114,7 +117,7 @@ class Server:
             raise Refused(f"input_ids: a token is outside the vocabulary of {model.vocab_size}")
         params = body.sampling_params
         job = Request(
-            id=body.rid or secrets.token_hex(8),
+            id=body.rid or f"request-{next(self._numbers)}",
             prompt=body.input_ids,
             params=params,
             seed=secrets.randbits(63) if params.sampling_seed is None else params.sampling_seed,

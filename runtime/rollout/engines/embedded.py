@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -19,21 +19,21 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_length: Annotated[int, Meta(ge=0)] = 0
     """Longest prompt and answer together; 0: the model's max_position_embeddings. The cache is allocated for it, and
     on some machines deterministic mode reads all of it at every token: set it to what the task needs."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto: as in the model's config.json. Weights must be pushed in this dtype."""
     threads: Annotated[int, Meta(ge=0)] = 0
     """torch threads; 0: the engine's share of its node. Deterministic mode uses 1."""
 
 
 class EmbeddedKind:
+    runs_on_gpu = False
+
     def __init__(self, config: Config) -> None:
         self._config = config
 
-    def command(self, *, model: str, token_file: str, threads: int, deterministic: bool) -> list[str]:
+    def command(self, *, model: str, dtype: str, token_file: str, threads: int, deterministic: bool) -> list[str]:
         config = self._config
         argv = [sys.executable, "-m", "runtime.rollout.embedded"]
         argv += ["--model", model, "--socket-fd", SOCKET_FD, "--token-file", token_file]
-        argv += ["--slots", str(config.slots), "--max-length", str(config.max_length), "--dtype", config.dtype]
+        argv += ["--slots", str(config.slots), "--max-length", str(config.max_length), "--dtype", dtype]
         argv += ["--threads", str(1 if deterministic else config.threads or max(1, threads))]
         return [*argv, "--deterministic"] if deterministic else argv
 
