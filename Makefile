@@ -1,13 +1,15 @@
 # Sets up, runs and checks the project: `make` lists the targets.
 #
 # PYTHON       the interpreter to build the environment with, 3.11 or newer
-# TORCH_INDEX  a package index to take torch alone from. On Linux the default index serves the CUDA build, which runs on
-#              a CPU too but weighs gigabytes; the CPU build: make venv TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# TORCH_INDEX  the package index to take torch alone from. On Linux the default index serves the CUDA build, which runs
+#              on a CPU too but weighs gigabytes, so torch's own index of CPU builds is the default here; where pip is
+#              configured with sources of its own (a site's mirror), those are asked. Empty: as any other package
 # PYTEST_FLAGS what to tell pytest besides
 # SUBMIT_FLAGS what to tell the launcher besides, such as --detach or --set num_steps=10
 
 PYTHON ?= python3
-TORCH_INDEX ?=
+TORCH_INDEX ?= $(shell $(PYTHON) -m pip config list 2>/dev/null | grep -qE 'index-url|find-links' || \
+  echo https://download.pytorch.org/whl/cpu)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed

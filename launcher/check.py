@@ -117,8 +117,8 @@ def _sizes(loaded: Loaded) -> list[str]:
     if rollout.sampling.top_p < 1.0 or rollout.sampling.top_k > 0:
         place = loaded.where("rollout", "sampling")
         warnings.append(
-            f"{place} has top_p or top_k: engines then give log-probs of the cut distribution, the trainer those of the "
-            "whole one; they differ, and a correction would act on that"
+            f"{place} has top_p or top_k: engines then give log-probs of the cut distribution, the trainer those of "
+            "the whole one; they differ, and a correction would act on that"
         )
     size = rollout.num_prompts * rollout.num_samples
     if config.trainer.num_updates > size:
