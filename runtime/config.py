@@ -134,7 +134,6 @@ class Cluster(Section, frozen=True, kw_only=True):
     mode: Literal["split", "colocated"] = "split"
     num_train_nodes: Positive = 1
     num_rollout_nodes: NonNegative = 1
-    num_spare_nodes: NonNegative = 0
 
 
 class Staleness(Section, frozen=True, kw_only=True):

@@ -7,12 +7,11 @@ invariants are plain asserts and end as `bug`.
 
 from __future__ import annotations
 
-from typing import Final, Literal, get_args
+from typing import Final, Literal
 
 ReportKind = Literal[
     "done", "preempted", "timeout", "node_failed", "peer_lost", "engine_lost", "config", "out_of_memory", "bug"
 ]
-REPORT_KINDS: Final[tuple[str, ...]] = get_args(ReportKind)
 
 EXIT_CODES: Final[dict[str, int]] = {
     "done": 0,
@@ -44,12 +43,6 @@ class ConfigError(SluiceError, ValueError):
         super().__init__(f"{where}: {problem}" + (f"\n  fix: {fix}" if fix else ""))
 
 
-class Interrupted(SluiceError):
-    """The run was told to stop (signal, walltime, cancel) and could not reach a boundary in time."""
-
-    kind: ReportKind = "preempted"
-
-
 class PeerLost(SluiceError):
     """A rank stopped answering: the message says who waited for whom, for how long."""
 
@@ -64,12 +57,6 @@ class EngineLost(SluiceError):
 
 class WeightMismatch(EngineLost):
     """An engine's checksums differ from the trainer's after a push; the message names engine, version and tensors."""
-
-
-class OutOfMemory(SluiceError):
-    """A device or the host ran out of memory."""
-
-    kind: ReportKind = "out_of_memory"
 
 
 class WaitTimeout(SluiceError):

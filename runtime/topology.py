@@ -56,11 +56,6 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
         return 0
 
     @property
-    def agents(self) -> tuple[int, ...]:
-        """World ranks of the agents, one a node, in node order."""
-        return tuple(r.rank for r in self.ranks if r.role == "agent")
-
-    @property
     def trainers(self) -> tuple[int, ...]:
         """World ranks of the trainer ranks; the position in here is the trainer's own rank."""
         return tuple(r.rank for r in self.ranks if r.role == "trainer")

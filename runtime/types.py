@@ -85,7 +85,6 @@ class Sample(Record, frozen=True, kw_only=True):
     """Spans over tokens, as in Completion."""
     reward: float | None = None
     """None: the reward or the environment failed; the sample is in the group but not in its statistics."""
-    reward_parts: dict[str, float] = {}
     status: Status = "done"
     reason: str = ""
     trainable: bool = True
@@ -228,5 +227,3 @@ class RunState(Record, frozen=True, kw_only=True):
     """Leases under way, with their journals."""
     offsets: dict[str, int] = {}
     """Log file -> length in bytes to cut it back to."""
-    counters: dict[str, float] = {}
-    """Sums since the start that metrics show: samples, tokens, ..."""

@@ -41,12 +41,6 @@ class Work(Record, frozen=True, kw_only=True, tag="work"):
     leases: tuple[Lease, ...]
 
 
-class Drop(Record, frozen=True, kw_only=True, tag="drop"):
-    """Forget these leases: nobody waits for them."""
-
-    numbers: tuple[int, ...]
-
-
 class Connect(Record, frozen=True, kw_only=True, tag="connect"):
     """Let these engines join a weight group; answered by a Reply."""
 
@@ -163,7 +157,7 @@ class Fault(Record, frozen=True, kw_only=True, tag="fault"):
     traceback: str
 
 
-ToAgent = Work | Drop | Connect | Receive | Commit | Disconnect | Restart | AskJournal | StopAgent
+ToAgent = Work | Connect | Receive | Commit | Disconnect | Restart | AskJournal | StopAgent
 FromAgent = Hello | EngineReady | EngineDown | Finished | Journal | Reply | Fault
 
 # ---- controller -> trainer ranks (MPI): one stream of commands, each answered by every rank it was sent to ---------

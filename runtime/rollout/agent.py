@@ -21,7 +21,6 @@ from runtime.comm.messages import (
     Commit,
     Connect,
     Disconnect,
-    Drop,
     Fault,
     Finished,
     FromAgent,
@@ -159,9 +158,6 @@ class _Agent:
             case Work():
                 for lease in sorted(message.leases, key=lambda lease: lease.number):
                     self._begin(lease, tasks)
-            case Drop():
-                for number in message.numbers:
-                    self._forget(number)
             case Restart():
                 for engine in message.engines:
                     self._keepers[engine].restart(message.reason)
@@ -190,11 +186,6 @@ class _Agent:
             engine.progressed()
         seconds = time.monotonic() - begun
         self._mailbox.send(Finished(group=group, purpose=lease.purpose, seconds=seconds))
-
-    def _forget(self, number: int) -> None:
-        if task := self._leases.pop(number, None):
-            del self._journals[number]
-            task.cancel()
 
     # ---- engines
 

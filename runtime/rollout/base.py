@@ -88,8 +88,6 @@ Generate = Callable[[Sequence[int]], Awaitable[Completion]]
 """Sample after these tokens with the lease's parameters; seeded by (run, prompt, sample, turn), journaled, retried on
 another engine when one is lost."""
 
-Score = Callable[[Sequence[Sample]], Awaitable[Sequence[float | None]]]
-
 
 class Tokenizer(Protocol):
     eos_token_id: int

@@ -58,15 +58,17 @@ def make_trainer(model: Path, *, precision="float32", temperature=1.0, device=CP
 
 def make_groups(seed: int, num_groups: int = 4, num_samples: int = 4, longest: int = 24) -> list[Group]:
     rng = np.random.default_rng(seed)
+    prompts = rng.integers(0, VOCABULARY, (num_groups, 3))
 
-    def sample(index: int) -> Sample:
+    def sample(lease: int, index: int) -> Sample:
         size = int(rng.integers(4, longest))
         mask = np.arange(size) >= int(rng.integers(1, 4))
+        answer = rng.integers(0, VOCABULARY, size - 3)
         logprobs = np.where(mask, -rng.random(size) * 4, 0).astype(np.float32)
         return Sample(
             prompt_id="p",
             index=index,
-            tokens=rng.integers(0, VOCABULARY, size).astype(np.int32),
+            tokens=np.concatenate([prompts[lease], answer]).astype(np.int32),
             loss_mask=mask,
             logprobs=logprobs,
             versions=((0, 0),),
@@ -77,7 +79,7 @@ def make_groups(seed: int, num_groups: int = 4, num_samples: int = 4, longest: i
         Group(
             lease=lease,
             prompt=Prompt(id=f"p{lease}", dataset="d"),
-            samples=tuple(sample(i) for i in range(num_samples)),
+            samples=tuple(sample(lease, i) for i in range(num_samples)),
             version=0,
         )
         for lease in range(num_groups)

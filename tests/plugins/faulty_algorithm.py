@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 
-from runtime.errors import OutOfMemory
 from runtime.trainer.algorithms import grpo
 
 
@@ -29,7 +28,7 @@ def go_wrong(config: Config) -> None:
         threading.Thread(target=lambda: 1 / 0, name="helper").start()
         time.sleep(60)
     elif config.how == "memory":
-        raise OutOfMemory("no room for the logits")
+        raise MemoryError("no room for the logits")
     elif config.how == "exit":
         os._exit(3)
     elif config.how == "leave":

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ from launcher import cli, plan, processes, progress, runs
 from launcher.show import ADVICE
 from runtime import topology
 from runtime.config import SiteConfig
-from runtime.errors import EXIT_CODES, REPORT_KINDS, ConfigError
+from runtime.errors import EXIT_CODES, ConfigError, ReportKind
 from runtime.load import load_run
 from tests.unit.inputs import write_inputs
 
@@ -65,7 +66,7 @@ def test_arguments_argparse_refuses(capsys):
 
 
 def test_exit_codes_cover_all_reports():
-    assert set(EXIT_CODES) == set(REPORT_KINDS)
+    assert set(EXIT_CODES) == set(get_args(ReportKind))
 
 
 def test_plan_prints_everything_and_changes_nothing(here, capsys):
@@ -132,7 +133,7 @@ def test_status(run, capsys):
 
 
 def test_advice_for_every_kind():
-    assert set(REPORT_KINDS) <= set(ADVICE)
+    assert set(get_args(ReportKind)) <= set(ADVICE)
 
 
 def test_runs_are_found_by_folder_name_and_id(run, capsys):

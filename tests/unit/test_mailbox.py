@@ -18,7 +18,7 @@ import zmq
 from runtime.comm import link as link_module
 from runtime.comm.link import AGAIN, BEAT, DATA, Envelope, Link
 from runtime.comm.mailbox import MailboxClient, MailboxServer
-from runtime.comm.messages import Drop, Fault, Hello, Journal, Reply, StopAgent, encode
+from runtime.comm.messages import Fault, Hello, Journal, Reply, Restart, StopAgent, encode
 from runtime.errors import PeerLost, SluiceError, WaitTimeout
 from runtime.types import Completion
 
@@ -104,17 +104,17 @@ def test_messages_arrive_both_ways_in_order(server, connect):
     num = 10_000
     for i in range(num):
         client.send(Reply(request=i))
-        server.send(3, Drop(numbers=(i,)))
+        server.send(3, Restart(engines=(i,), reason=""))
     assert [server.receive(5) for _ in range(num)] == [(3, Reply(request=i)) for i in range(num)]
-    assert [client.receive(5).numbers[0] for _ in range(num)] == list(range(num))
+    assert [client.receive(5).engines[0] for _ in range(num)] == list(range(num))
     assert server.receive(0.05) is None and client.receive(0.05) is None
 
 
 def test_messages_wait_for_a_rank_that_connects_late(server, connect):
-    server.send(5, Drop(numbers=(1,)))
-    server.send(5, Drop(numbers=(2,)))
+    server.send(5, Restart(engines=(1,), reason=""))
+    server.send(5, Restart(engines=(2,), reason=""))
     client = connect(5)
-    assert [client.receive(5).numbers for _ in range(2)] == [(1,), (2,)]
+    assert [client.receive(5).engines for _ in range(2)] == [(1,), (2,)]
 
 
 def test_big_arrays_arrive_whole(server, connect):
@@ -136,7 +136,7 @@ def test_another_process_is_a_peer_and_does_not_mistake_its_own_stop_for_silence
         "client = MailboxClient(endpoint, key, token, rank=4, silence_s=3)\n"
         "for m in iter(lambda: client.receive(10), None):\n"
         "    if type(m).__name__ == 'StopAgent': break\n"
-        "    client.send(Reply(request=m.numbers[0]))\n"
+        "    client.send(Reply(request=m.engines[0]))\n"
         "client.close()\n"
         "assert not [x for x in ('torch', 'mpi4py') if x in sys.modules]\n"
     )
@@ -147,7 +147,7 @@ def test_another_process_is_a_peer_and_does_not_mistake_its_own_stop_for_silence
     time.sleep(4)
     process.send_signal(signal.SIGCONT)
     for i in range(100):
-        server.send(4, Drop(numbers=(i,)))
+        server.send(4, Restart(engines=(i,), reason=""))
     assert [server.receive(10)[1].request for _ in range(100)] == list(range(100))
     server.forget(4)
     server.send(4, StopAgent())
@@ -186,7 +186,7 @@ def test_malformed_messages_are_dropped_and_the_next_is_read(server):
         s.send_multipart([TOKEN, b"short"])
         s.send_multipart([TOKEN, Envelope(DATA, 7, 1, 0).pack(), b"\xc1 no message"])
         s.send_multipart([TOKEN, Envelope(DATA, 7, 2, 0).pack()])
-        s.send_multipart([TOKEN, Envelope(DATA, 7, 3, 0).pack(), *encode(Drop(numbers=()))])
+        s.send_multipart([TOKEN, Envelope(DATA, 7, 3, 0).pack(), *encode(Restart(engines=(), reason=""))])
         s.send_multipart([TOKEN, Envelope(DATA, 7, 4, 0).pack(), *encode(Hello(node=0, rank=7))])
         assert server.receive(5) == (7, Hello(node=0, rank=7))
         assert server.dropped == {"a stranger": 1, "a member": 2, "rank 7": 3}
@@ -231,12 +231,12 @@ def test_silence_of_a_member_is_a_lost_peer():
 
 def test_an_asyncio_reader_gets_what_came_before_and_during_its_loop(server, connect):
     client = connect(1)
-    server.send(1, Drop(numbers=(0,)))
+    server.send(1, Restart(engines=(0,), reason=""))
     client.send(Hello(node=0, rank=1))
     assert server.receive(5)
 
     async def read(count):
-        return [(await client.next()).numbers[0] for _ in range(count)]
+        return [(await client.next()).engines[0] for _ in range(count)]
 
     assert asyncio.run(read(1)) == [0]
 
@@ -244,7 +244,7 @@ def test_an_asyncio_reader_gets_what_came_before_and_during_its_loop(server, con
         reader = asyncio.create_task(read(50))
         for i in range(50):
             await asyncio.sleep(0.001)
-            server.send(1, Drop(numbers=(i,)))
+            server.send(1, Restart(engines=(i,), reason=""))
         return await asyncio.wait_for(reader, 5)
 
     assert asyncio.run(exchange()) == list(range(50))
@@ -254,8 +254,8 @@ def test_an_asyncio_reader_gets_what_came_before_and_during_its_loop(server, con
             await asyncio.wait_for(client.next(), 0.05)
 
     asyncio.run(gives_up())
-    server.send(1, Drop(numbers=(99,)))  # the reader's loop is closed now
-    assert client.receive(5).numbers == (99,)
+    server.send(1, Restart(engines=(99,), reason=""))  # the reader's loop is closed now
+    assert client.receive(5).engines == (99,)
 
 
 @pytest.mark.parametrize("tokens", [10, 100_000])
@@ -277,12 +277,14 @@ def test_cut_connections_neither_lose_nor_double(server, connect, tokens):
     threads = [threading.Thread(target=cutter)]
     threads.append(threading.Thread(target=lambda: [client.send(journal(i, payload)) for i in range(num)]))
     threads.append(
-        threading.Thread(target=lambda: [server.send(6, Drop(numbers=tuple(range(i, i + 50)))) for i in range(num)])
+        threading.Thread(
+            target=lambda: [server.send(6, Restart(engines=tuple(range(i, i + 50)), reason="")) for i in range(num)]
+        )
     )
     for t in threads:
         t.start()
     up = [server.receive(20)[1].request for _ in range(num)]
-    down = [client.receive(20).numbers[0] for _ in range(num)]
+    down = [client.receive(20).engines[0] for _ in range(num)]
     stop.set()
     for t in threads:
         t.join()

@@ -12,10 +12,10 @@ from runtime.comm import framing
 from runtime.comm.messages import (
     Answer,
     Command,
-    Drop,
     Finished,
     FromAgent,
     Journal,
+    Restart,
     ToAgent,
     Train,
     Work,
@@ -57,7 +57,6 @@ samples = st.builds(
     logprobs=arrays(),
     versions=spans,
     reward=st.none() | st.floats(allow_nan=False),
-    reward_parts=st.dictionaries(st.text(max_size=4), st.floats(allow_nan=False), max_size=2),
 )
 completions = st.builds(
     Completion, tokens=arrays(), logprobs=arrays(), versions=spans, finish=st.sampled_from(["stop", "length", "abort"])
@@ -173,8 +172,8 @@ def test_a_malicious_array_is_refused(place):
 
 
 def test_a_message_of_another_direction_is_refused():
-    frames = encode(Drop(numbers=(1,)))
-    with pytest.raises(msgspec.ValidationError, match="drop"):
+    frames = encode(Restart(engines=(1,), reason=""))
+    with pytest.raises(msgspec.ValidationError, match="restart"):
         decode(frames, FromAgent)
     with pytest.raises(msgspec.ValidationError):
         decode(frames, Answer)

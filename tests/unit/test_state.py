@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.errors import OutOfMemory, SluiceError
+from runtime.errors import PeerLost, SluiceError
 from runtime.report import Report, kind_of, write
 from runtime.state import Checkpoints, read_state, write_state
 from runtime.types import Lease, Prompt, RunState, SamplingParams
@@ -64,6 +64,6 @@ def test_the_first_report_wins(tmp_path):
 
 
 def test_errors_map_to_reports():
-    assert kind_of(ExceptionGroup("x", [OutOfMemory("y")])) == "out_of_memory"
+    assert kind_of(ExceptionGroup("x", [PeerLost("y")])) == "peer_lost"
     assert kind_of(KeyError("x")) == "bug"
     assert kind_of(MemoryError()) == "out_of_memory"
