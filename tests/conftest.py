@@ -2,9 +2,12 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.tools import kill
 
 ROOT = Path(__file__).parents[1]
 
@@ -16,3 +19,12 @@ def quickstart() -> Path:
     command = [sys.executable, "-m", "runtime.quickstart", "--out", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=280)
     return folder
+
+
+@pytest.fixture(scope="module")
+def runs_dir(quickstart: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder for runs that need the quickstart's model; whatever still runs in it at the end is killed."""
+    folder = tmp_path_factory.mktemp("runs")
+    yield folder
+    for run in folder.iterdir():
+        kill.kill(run)

@@ -18,11 +18,6 @@ TRIES = 4
 
 
 @pytest.fixture(scope="module")
-def runs_dir(quickstart: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("runs")
-
-
-@pytest.fixture(scope="module")
 def undisturbed(runs_dir: Path) -> tuple[Path, float]:
     """(run, seconds from its start to its end)"""
     run = kill.start(CONFIG, runs_dir)

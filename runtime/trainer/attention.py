@@ -138,7 +138,7 @@ def _variable_length(
 ) -> Tensor:
     """[N, H, D], [N, Hk, D] twice -> [L, H, D] of all sequences."""
     if packing.path is not None:
-        q, k, v = (x.index_select(0, packing.path) for x in (q, k, v))
+        q, k, v = (_gather(x, packing.path) for x in (q, k, v))
     out = varlen_attn(
         q,
         k,
@@ -159,7 +159,7 @@ def _rectangle(q: Tensor, k: Tensor, v: Tensor, bucket: Bucket, scaling: float |
     """[N, H, D], [N, Hk, D] twice -> [rows * length, H, D] of one bucket."""
 
     def lay(x: Tensor) -> Tensor:
-        return x.index_select(0, bucket.gather).reshape(bucket.rows, bucket.length, *x.shape[1:]).transpose(1, 2)
+        return _gather(x, bucket.gather).reshape(bucket.rows, bucket.length, *x.shape[1:]).transpose(1, 2)
 
     mask = None
     if window is not None:
@@ -176,6 +176,11 @@ def _rectangle(q: Tensor, k: Tensor, v: Tensor, bucket: Bucket, scaling: float |
         enable_gqa=q.shape[1] != k.shape[1],
     )
     return out.transpose(1, 2).reshape(-1, *q.shape[1:])
+
+
+def _gather(x: Tensor, index: Tensor) -> Tensor:
+    """Rows of x; the gradients of one that is taken often are added up in float32."""
+    return x.float().index_select(0, index).to(x.dtype)
 
 
 def register() -> None:

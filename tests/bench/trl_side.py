@@ -1,4 +1,4 @@
-"""TRL's side of the comparison: seconds of each GRPO step, as JSON. Runs in TRL's own environment, from test_trl.py.
+"""TRL's side of the comparison: seconds of each GRPO step, as JSON. Runs in TRL's own environment, from test_step.py.
 
     .venv-trl/bin/python tests/bench/trl_side.py '{"model": ..., "data": ..., ...}'
 
