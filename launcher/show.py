@@ -91,7 +91,7 @@ def outcome(run: Path, state: str) -> str:
     progress, _ = _progress(run)
     lines = [f"{run.name}: {state}", _ending(run, state)]
     if progress.first_accuracy is not None:
-        lines.append(f"held-out accuracy {progress.first_accuracy:.3f} -> {number(progress.accuracy, '.3f')}")
+        lines.append(f"held-out {progress.first_accuracy:.3f} -> {number(progress.accuracy, '.3f')}")
     lines.append(f"folder   {run}")
     if (run / "reward.png").exists():
         lines.append(f"plot     {run / 'reward.png'}")
