@@ -1,10 +1,12 @@
 """The quickstart as a user runs it, and what it leaves; with `make learn` also over seeds and against its controls."""
 
+import json
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from runtime.data import content_hash
 from tests.conftest import ROOT
 from tests.tools import kill, ledger
 
@@ -23,6 +25,16 @@ def run(runs_dir) -> Path:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "30/30" in done.stdout, "the progress view shows every step"
     return max(runs_dir.iterdir(), key=lambda path: path.stat().st_mtime)
+
+
+def prompts(path: Path) -> set[str]:
+    return {content_hash(json.loads(line)["messages"]) for line in path.read_text().splitlines()}
+
+
+def test_no_held_out_prompt_is_trained_on(quickstart):
+    held_out, train = prompts(quickstart / "heldout.jsonl"), prompts(quickstart / "train.jsonl")
+    assert len(held_out) >= 500
+    assert not held_out & train
 
 
 @pytest.mark.timeout(LIMIT_S + 60)
