@@ -120,6 +120,9 @@ def _sizes(loaded: Loaded) -> list[str]:
             f"{place} has top_p or top_k: engines then give log-probs of the cut distribution, the trainer those of "
             "the whole one; they differ, and a correction would act on that"
         )
+    if rollout.sampling.temperature == 0:
+        place = loaded.where("rollout", "sampling", "temperature")
+        raise ConfigError(place, "is 0: greedy answers cannot be trained on", "use e.g. 1.0")
     size = rollout.num_prompts * rollout.num_samples
     if config.trainer.num_updates > size:
         raise ConfigError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any, Final
 
@@ -48,7 +50,10 @@ def check_data(path: str, where: str) -> set[bytes]:
 
 def _check_readable(file: Path, where: str) -> None:
     try:
-        file.open("rb").close()
+        with file.open("rb") as opened:
+            mode = os.fstat(opened.fileno()).st_mode
+        if mode & stat.S_IWOTH:
+            raise ConfigError(where, f"data file {file} can be written by anybody", f"chmod o-w {file}")
     except FileNotFoundError:
         beside = [p.name for p in file.parent.iterdir()] if file.parent.is_dir() else []
         fix = f"{near_match(file.name, beside)}check the path; it is relative to the current directory"

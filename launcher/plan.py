@@ -51,6 +51,7 @@ def make(config: RunConfig, site: SiteConfig, run: Path, attempt: int, machine: 
         "PYTHONFAULTHANDLER": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        "UCX_NET_DEVICES": site.fabric_interface or "lo",  # else MPICH listens on every interface
         **site.env,
     }
     return JobPlan(topology=world, command=_mpiexec(world, site, run, attempt, machine), env=env)

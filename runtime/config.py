@@ -13,9 +13,9 @@ from msgspec import Meta, field
 
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
-Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
-PositiveFloat = Annotated[float, Meta(gt=0.0)]
-NonNegativeFloat = Annotated[float, Meta(ge=0.0)]
+PositiveFloat = Annotated[float, Meta(gt=0.0, le=1e9)]
+NonNegativeFloat = Annotated[float, Meta(ge=0.0, le=1e9)]
+"""Bounded, so that .inf is refused; 1e9 seconds are thirty years."""
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 
@@ -37,7 +37,7 @@ class Sampling(Section, frozen=True, kw_only=True):
     temperature: NonNegativeFloat = 1.0
     """0 is greedy. The log-probs that are stored are those of the distribution that was sampled from."""
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
-    top_k: int = -1
+    top_k: Annotated[int, Meta(ge=-1)] = -1
     """-1: all tokens."""
     max_new_tokens: Positive = 256
     ignore_eos: bool = False
@@ -97,8 +97,8 @@ class Optimizer(Section, frozen=True, kw_only=True):
     learning_rate: NonNegativeFloat = 1e-6
     warmup_updates: NonNegative = 0
     """Linear from 0 over so many updates, constant after."""
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.95
+    beta1: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.9
+    beta2: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.95
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
     clip_norm: NonNegativeFloat = 1.0

@@ -50,7 +50,7 @@ class Controller:
         buffer = self._buffer()
         loop = Loop(
             rules=_rules(config, self._batch()),
-            progress=Progress(step=state.step, version=state.version, taken=state.taken),
+            progress=Progress(step=state.step, version=state.version, taken=state.taken, evaluated=state.evaluated),
             fleet=fleet,
             learner=learner,
             publisher=publisher,

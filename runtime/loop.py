@@ -7,6 +7,7 @@ seen in time, and every boundary between waits is a place where the run can be s
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from runtime.evaluate import Evaluation
 from runtime.metrics import Recorder
 from runtime.state import Checkpoints
 from runtime.types import Batch, Completion, Group, Lease, RunState
+
+logger = logging.getLogger("loop")
 
 POLL_S = 0.2
 MAX_DROPPED_BATCHES = 10
@@ -74,6 +77,8 @@ class Progress:
     step: int = 0
     version: int = 0
     taken: int = 0
+    evaluated: int = -1
+    """Step of the last evaluation: a resumed run does not repeat what its log already shows."""
 
 
 @dataclass(kw_only=True)
@@ -103,6 +108,8 @@ class Loop:
         while at.step < rules.num_steps and not self.stop():
             if rules.evaluate_every and at.step % rules.evaluate_every == 0:
                 self.evaluate()
+                if self.stop():
+                    break
             started = time.monotonic()
             groups = self.gather()
             if groups is None:
@@ -117,10 +124,11 @@ class Loop:
             self.report(groups, metrics, (started, gathered, trained, time.monotonic()))
             if rules.save_every and at.step % rules.save_every == 0:
                 self.save()
-        if not self.stop() and self.evaluation:
+        if at.step == rules.num_steps and self.evaluation:
             self.evaluate()
         self.save()
-        return self.stop() if at.step < rules.num_steps else ""
+        is_done = at.step == rules.num_steps and (not self.evaluation or at.evaluated == at.step)
+        return "" if is_done else self.stop()
 
     # ---- sampling
 
@@ -164,11 +172,13 @@ class Loop:
             ConfigError: too many groups in a row were of no use.
         """
         self.dropped = self.dropped + 1 if reason else 0
+        if self.dropped.bit_count() == 1:  # the first, the second, the fourth, ...: said early, never a flood
+            logger.warning("%d groups in a row dropped, this one for: %s", self.dropped, reason)
         if self.dropped >= MAX_DROPPED_BATCHES * self.rules.num_prompts:
             raise ConfigError(
                 "rollout",
                 f"{self.dropped} groups in a row were dropped, the last one for: {reason}",
-                "look at the reward and the data; if the task is too easy or too hard, change rollout.filters",
+                "mend what the reason names; for equal rewards change the task, or rollout.filters",
             )
 
     def check_progress(self, moved: bool, last: float) -> float:
@@ -230,6 +240,9 @@ class Loop:
     # ---- looking
 
     def evaluate(self) -> None:
+        """Once a step; what a stop order cuts short counts for nothing."""
+        if self.progress.evaluated == self.progress.step:
+            return
         self.phase("evaluate")
         started = last = time.monotonic()
         self.fleet.lease(self.evaluation.leases(self.progress.version))
@@ -241,6 +254,7 @@ class Loop:
         if not missing:
             seconds = time.monotonic() - started
             self.recorder.metrics(self.progress.step, self.evaluation.metrics() | {"eval_s": round(seconds, 3)})
+            self.progress.evaluated = self.progress.step
 
     def report(self, groups: Sequence[Group], metrics: dict[str, float], times: Sequence[float]) -> None:
         """One line of metrics, and some samples as text."""
@@ -304,6 +318,7 @@ class Loop:
             step=at.step,
             version=at.version,
             taken=at.step,
+            evaluated=at.evaluated,
             next_lease=next_lease,
             data=self.buffer.source_state,
             ready=ready,

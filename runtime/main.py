@@ -3,25 +3,20 @@
     python -m mpi4py -m runtime.main --run-dir RUN --attempt N        (started by mpiexec or srun, one a rank)
 
 An exception in any task or thread of any rank writes the attempt's report, unless another rank was first, and ends all
-ranks. Only the controller acts on SIGTERM: the scheduler sends it to every rank.
+ranks. All ranks hear a stop order from their first moment, and only the controller acts on it: the scheduler sends it
+to every rank.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 
 from runtime import log
 from runtime.errors import EXIT_CODES
-from runtime.rank import Guard, Rank, rank_of
-
-
-def _ignore(_number: int, _frame: FrameType | None) -> None:
-    pass
+from runtime.rank import Guard, Rank, Stop, rank_of
 
 
 def main() -> int:
@@ -33,23 +28,23 @@ def main() -> int:
     number = rank_of(os.environ)
     guard = Guard(arguments.run_dir / "attempts" / str(arguments.attempt), number)
     guard.watch_threads()
-    for received in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-        signal.signal(received, _ignore)
+    stop = Stop()
+    stop.listen()
     try:
-        return EXIT_CODES[_be(Rank(arguments.run_dir, arguments.attempt, number), guard) or "done"]
+        return EXIT_CODES[_be(Rank(arguments.run_dir, arguments.attempt, number), guard, stop) or "done"]
     except BaseException as e:  # the edge of the rank
         guard.end(e)
         raise
 
 
-def _be(rank: Rank, guard: Guard) -> str:
+def _be(rank: Rank, guard: Guard, stop: Stop) -> str:
     """Be the rank; why the run ended early, or ""."""
     log.set_up(rank.slot.rank, rank.role)
     guard.role = rank.role
     from runtime import roles  # after logging is set up; it brings the heavy imports
 
     if rank.slot.rank == rank.topology.controller:
-        return roles.run_controller(rank, guard)
+        return roles.run_controller(rank, guard, stop)
     return (roles.run_trainer if rank.slot.role == "trainer" else roles.run_agent)(rank, guard)
 
 

@@ -8,6 +8,7 @@ every trained sample once, so that an outsider can prove that nothing was lost o
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import time
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 import msgspec
 from tensorboard.summary import Writer
 
+from runtime.errors import SluiceError
 from runtime.types import Group, Lease, Sample
 
 
@@ -30,16 +32,22 @@ class JsonLog:
         """
         self.path = path
         self._file = path.open("ab", buffering=0)
-        self._file.truncate(min(keep_bytes, path.stat().st_size))
+        if (size := path.stat().st_size) < keep_bytes:
+            raise SluiceError(f"{path} has {size} bytes, but {keep_bytes} when the checkpoint was written")
+        self._file.truncate(keep_bytes)
 
     def write(self, line: dict[str, Any]) -> None:
         self.write_all([line])
 
     def write_all(self, lines: Iterable[dict[str, Any]]) -> None:
-        self._file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+        blob = memoryview(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+        while blob:  # a write may be short where the disk fills up; the next one then says so
+            blob = blob[self._file.write(blob) :]
 
     @property
     def offset(self) -> int:
+        """Length of what is safe on disk."""
+        os.fsync(self._file.fileno())
         return self.path.stat().st_size
 
     def lines(self) -> list[dict[str, Any]]:

@@ -54,14 +54,21 @@ def find(kind: str, name: str, where: str) -> ModuleType:
         choices = f"choose one of: {', '.join(names(kind))}"
         outside = f"a module outside the tree needs a dot in its name: my_project.my_{kind}"
         raise ConfigError(where, f"no {kind} named {name!r}", f"{hint}{choices}; {outside}")
-    try:
-        module = importlib.import_module(path)
-    except ModuleNotFoundError as e:
-        raise ConfigError(where, f"cannot import {kind} {path!r}: {e}", "check the dotted path and PYTHONPATH") from e
+    module = _import(path, f"{kind} {path!r}", where)
     for needed in ("Config", "build"):
         if not hasattr(module, needed):
             raise ConfigError(where, f"module {path!r} is no {kind}: it defines no `{needed}`", f"see docs/{kind}s.md")
     return module
+
+
+def _import(path: str, what: str, where: str) -> ModuleType:
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as e:
+        fix = "write a dotted path, such as my_project.my_module, and start from the folder that holds it"
+        raise ConfigError(where, f"cannot import {what}: {e}", f"{fix}, or set PYTHONPATH") from e
+    except Exception as e:  # user code: a syntax error, say, or an import of its own that fails
+        raise ConfigError(where, f"importing {what} failed: {type(e).__name__}: {e}", "mend that module") from e
 
 
 def options(module: ModuleType, given: dict[str, Any], where: str) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
@@ -32,6 +31,7 @@ class Stop:
         return self._reason
 
     def listen(self) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the launcher's to pass on
         for number, reason in ((signal.SIGTERM, "preempted"), (signal.SIGUSR2, "timeout")):
             signal.signal(number, lambda _number, _frame, reason=reason: self._set(reason))
 
@@ -79,12 +79,15 @@ class Guard:
         kind = report.kind_of(error)
         logger.error("%s", str(error) if kind == "config" else text)
         message = str(error) if kind != "bug" else f"{type(error).__name__}: {error}"
-        report.write(
-            self._attempt_dir,
-            report.Report(kind=kind, message=message, rank=self._rank, role=self.role, traceback=text),
-        )
-        sys.stderr.flush()
-        self.abort(EXIT_CODES[kind])
+        try:
+            report.write(
+                self._attempt_dir,
+                report.Report(kind=kind, message=message, rank=self._rank, role=self.role, traceback=text),
+            )
+        except OSError:  # disk full, folder gone: the supervisor judges by what is left
+            logger.exception("no report could be written")
+        finally:
+            self.abort(EXIT_CODES[kind])
 
 
 def _die(_code: int) -> None:

@@ -28,12 +28,13 @@ from runtime.rollout.process import Spawner
 from runtime.rollout.scoring import RewardPool
 
 TOKEN_BYTES = 32
+ORDER_MARGIN_S = 10.0
+"""An engine that says why it failed is given so long to say it, before its agent gives it up; the controller waits
+longer still (publish.MARGIN_S)."""
 
 
-def run_controller(rank: Rank, guard: Guard) -> str:
+def run_controller(rank: Rank, guard: Guard, stop: Stop) -> str:
     """The controller, with this node's agent in a thread beside it; why the run ended early, or ""."""
-    stop = Stop()
-    stop.listen()
     config = rank.config
     stack = ExitStack()
     before = _BeforeMpi(rank, stack)
@@ -170,7 +171,8 @@ class _BeforeMpi:
                 threads=_threads(rank),
                 deterministic=config.deterministic,
                 pause=config.sync.pause,
-                call_s=max(config.sync.timeout_s, config.limits.rollout_s),
+                call_s=config.limits.rollout_s,
+                order_s=config.sync.timeout_s + ORDER_MARGIN_S,
                 start_s=config.limits.start_s,
                 silence_s=config.limits.heartbeat_s,
                 restarts=config.limits.engine_restarts,

@@ -70,12 +70,15 @@ class Checkpoints:
         return sorted(m.parent for m in self._folder.glob(f"step-*/{MARKER}"))
 
     def commit(self, step: int, save_shards: Callable[[Path], None], state: Callable[[], RunState]) -> Path:
-        """Write one: `save_shards` gets the folder for the trainer ranks, `state` is taken after it."""
+        """Write one: `save_shards` gets the folder for the trainer ranks, `state` is taken after it.
+
+        Where there is one of this step, its shards are these shards; the state may have got on since.
+        """
         folder = self._folder / f"step-{step:06d}"
-        if folder.exists():
-            if (folder / MARKER).exists():
-                return folder
-            shutil.rmtree(folder)
+        if (folder / MARKER).exists():
+            write_state(folder / "state.bin", state())
+            return folder
+        shutil.rmtree(folder, ignore_errors=True)
         (folder / "trainer").mkdir(parents=True)
         save_shards(folder / "trainer")
         write_state(folder / "state.bin", state())

@@ -218,6 +218,8 @@ class RunState(Record, frozen=True, kw_only=True):
     version: int = 0
     taken: int = 0
     """Batches taken from the buffer so far: the one in training counts too."""
+    evaluated: int = -1
+    """Step at which the policy was evaluated last."""
     next_lease: int = 0
     data: dict[str, Any] = {}
     """Of the data source: epoch, cursor."""

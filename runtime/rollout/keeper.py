@@ -54,7 +54,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     pause: str
     """sync.pause"""
     call_s: float
-    """Bound of one call to an engine."""
+    """Bound of one completion."""
+    order_s: float
+    """Bound of an order: to join a group, to take weights, to compare them."""
     start_s: float
     """Bound from the start of its process to its first answer."""
     silence_s: float
@@ -267,7 +269,13 @@ class Keeper:
             async def run() -> None:
                 await work(running)
 
-            await running.call(run())
+            try:
+                async with asyncio.timeout(self._settings.order_s):
+                    await running.call(run())
+            except TimeoutError:
+                reason = f"the engine did not carry out an order within {self._settings.order_s:g} s"
+                running.lose(reason)
+                raise EngineLost(reason) from None
 
 
 def _end_of(log: str) -> str:

@@ -132,13 +132,20 @@ class Host:
         for worker in [*self._idle, *self._busy]:
             worker.end()
 
+    def _begin(self, worker: Worker, job: Job, verdicts: list[Verdict]) -> None:
+        try:
+            worker.begin(job, verdicts, self._timeout_s)
+        except OSError:  # it died while it was idle: no reward did it
+            worker.end()
+            worker = Worker(self._rewards, self._agent)
+            worker.begin(job, verdicts, self._timeout_s)
+        self._busy.append(worker)
+
     def run(self) -> None:
         send_frame(self._agent, Verdicts(number=0))
         while True:
             while self._idle and self._waiting:
-                worker = self._idle.pop()
-                self._busy.append(worker)
-                worker.begin(*self._waiting.popleft(), self._timeout_s)
+                self._begin(self._idle.pop(), *self._waiting.popleft())
             first = min((w.deadline for w in self._busy), default=math.inf)
             timeout_s = None if first == math.inf else max(0.0, first - time.monotonic())
             ready = wait([self._agent, *(w.pipe for w in self._busy)], timeout_s)

@@ -54,6 +54,7 @@ class Bench:
             "deterministic": False,
             "pause": "retract",
             "call_s": 10.0,
+            "order_s": 5.0,
             "start_s": 5.0,
             "silence_s": 0.3,
             "restarts": 2,

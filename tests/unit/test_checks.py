@@ -52,6 +52,10 @@ def refused(capsys, *argv: str) -> str:
         ("data.0.path=trian.jsonl", ["data.0.path", "trian.jsonl", "did you mean 'train.jsonl'"]),
         ("models.policy.path=nowhere", ["models.policy.path", "nowhere", "does not exist"]),
         ("models.policy.path=run.yaml", ["models.policy.path", "is a file, not a folder"]),
+        ("trainer.optimizer.beta1=1.0", ["trainer.optimizer.beta1", "1.0"]),
+        ("sync.timeout_s=.inf", ["sync.timeout_s", "inf"]),
+        ("rollout.sampling.top_k=-7", ["rollout.sampling.top_k", "-7"]),
+        ("rollout.sampling.temperature=0", ["rollout.sampling.temperature", "greedy answers cannot be trained on"]),
     ],
 )
 def test_mistakes_in_values(here, capsys, override, words):
@@ -181,3 +185,17 @@ def test_the_same_prompt_is_recognised_in_both_spellings(here, capsys):
     Path("held.jsonl").write_text(json.dumps(row))
     assert cli.main(["plan", "run.yaml"]) == 0
     assert "1 of 1 prompts of 'held'" in capsys.readouterr().err
+
+
+def test_a_plugin_that_cannot_be_imported_is_the_users_to_mend(here, capsys, monkeypatch):
+    (here / "broken_rewards").mkdir()
+    (here / "broken_rewards/syntax.py").write_text("def build(options)\n")
+    monkeypatch.syspath_prepend(here)
+    message = refused(capsys, "submit", "run.yaml", "--set", "data.0.reward=broken_rewards.syntax")
+    assert "data.0.reward" in message and "SyntaxError" in message and "syntax.py, line 1" in message
+
+
+def test_data_that_anybody_can_write_is_refused(here, capsys):
+    (here / "train.jsonl").chmod(0o666)
+    message = refused(capsys, "submit", "run.yaml")
+    assert "can be written by anybody" in message and "chmod o-w" in message

@@ -90,7 +90,16 @@ def make_batch(groups, step):
 
 
 def make_loop(
-    run_dir, rng, *, num_steps=6, max_versions=1, lockstep=False, deaths=0.0, stop_after=None, rollout_s=60.0
+    run_dir,
+    rng,
+    *,
+    num_steps=6,
+    max_versions=1,
+    lockstep=False,
+    deaths=0.0,
+    stop_after=None,
+    rollout_s=60.0,
+    save_every=2,
 ):
     """A loop over the run folder, resumed from its newest checkpoint if it has one."""
     run_dir.mkdir(exist_ok=True)
@@ -123,13 +132,13 @@ def make_loop(
             max_versions=max_versions,
             lockstep=lockstep,
             evaluate_every=2,
-            save_every=2,
+            save_every=save_every,
             samples_per_step=4,
             rollout_s=rollout_s,
             train_s=60.0,
             batch=make_batch,
         ),
-        progress=Progress(step=state.step, version=state.version, taken=state.taken),
+        progress=Progress(step=state.step, version=state.version, taken=state.taken, evaluated=state.evaluated),
         fleet=fleet,
         learner=Learner(rng),
         publisher=Publisher(fleet),
@@ -158,12 +167,13 @@ def lines(run_dir, name):
     lockstep=st.booleans(),
     deaths=st.sampled_from([0.0, 0.1]),
     stop_after=st.integers(0, 120),
+    save_every=st.sampled_from([0, 1, 2, 3]),
 )
 def test_nothing_is_lost_or_doubled_over_a_stop_and_a_resume(
-    tmp_path_factory, seed, max_versions, lockstep, deaths, stop_after
+    tmp_path_factory, seed, max_versions, lockstep, deaths, stop_after, save_every
 ):
     run_dir = tmp_path_factory.mktemp("run")
-    options = {"max_versions": max_versions, "lockstep": lockstep, "deaths": deaths}
+    options = {"max_versions": max_versions, "lockstep": lockstep, "deaths": deaths, "save_every": save_every}
     first = make_loop(run_dir, np.random.default_rng(seed), stop_after=stop_after, **options)
     try:
         reason = first.run()
@@ -182,6 +192,8 @@ def test_nothing_is_lost_or_doubled_over_a_stop_and_a_resume(
     trained = [x for x in lines(run_dir, "metrics.jsonl") if "reward" in x]
     assert [x["step"] for x in trained] == list(range(1, 7))
     assert max(x["lag"] for x in trained) <= max_versions
+    evaluated = [x["step"] for x in lines(run_dir, "metrics.jsonl") if "eval/heldout/accuracy" in x]
+    assert evaluated == [0, 2, 4, 6], "each once, whatever was stopped and resumed"
 
 
 @pytest.mark.parametrize("max_versions", [0, 2])
@@ -233,3 +245,25 @@ def test_sampling_on_for_ever_without_a_useful_group_is_an_error(tmp_path):
     ]
     with pytest.raises(ConfigError, match="30 groups in a row were dropped, the last one for: equal rewards"):
         loop.gather()
+
+
+def test_a_stop_in_the_last_evaluation_is_no_end(tmp_path):
+    loop = make_loop(tmp_path / "run", np.random.default_rng(0))
+    loop.stop = lambda: "preempted" if loop.progress.step == 6 else ""
+    assert loop.run() == "preempted"
+    loop.recorder.close()
+    again = make_loop(tmp_path / "run", np.random.default_rng(0))
+    assert again.progress.step == 6 and again.run() == ""
+    assert [x["step"] for x in lines(tmp_path / "run", "metrics.jsonl") if "eval/heldout/accuracy" in x] == [0, 2, 4, 6]
+
+
+def test_what_was_sampled_since_a_checkpoint_of_the_same_step_is_saved(tmp_path):
+    loop = make_loop(tmp_path / "run", np.random.default_rng(0), max_versions=2)
+    loop.publish({0})
+    loop.save()
+    while loop.buffer.open() == loop.buffer.running():
+        loop.feed()
+    loop.save()
+    ready = len(loop.buffer.snapshot({})[0])
+    loop.recorder.close()
+    assert len(make_loop(tmp_path / "run", np.random.default_rng(0)).buffer.snapshot({})[0]) == ready > 0

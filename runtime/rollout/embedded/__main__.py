@@ -22,8 +22,6 @@ from runtime.rollout.embedded.server import Server
 from runtime.rollout.embedded.worker import Worker
 
 _SHUTDOWN_S = 0.5
-_SWITCH_S = 0.0005
-"""Between two kernels the decoder wants the interpreter back from the event loop sooner than after Python's 5 ms."""
 
 
 def _arguments() -> argparse.Namespace:
@@ -67,7 +65,6 @@ async def _serve(args: argparse.Namespace, model: SlotModel, decoder: Decoder, t
 def main() -> int:
     args = _arguments()
     torch.set_num_threads(args.threads)
-    sys.setswitchinterval(_SWITCH_S)
     try:
         token = _token(args.token_file)
         model = SlotModel(args.model, dtype=args.dtype, slots=args.slots, max_length=args.max_length)
