@@ -41,6 +41,8 @@ class Publisher:
         self._group: GroupAddress | None = None
         self._members: dict[int, int] = {}
         """Engine id -> which start of it is in the group; one that was started again is not."""
+        self._listening = False
+        """Trainer rank 0 is in the group."""
         self._groups_made = 0
         self._manifest: Manifest | None = None
 
@@ -77,6 +79,7 @@ class Publisher:
             digests = self._learner.push(name, version, self._sync.timeout_s + MARGIN_S)
         except GroupBroken as e:
             broken = str(e)
+            self._hang_up()
         if failures := self._blame(engines, self._failures(requests, "engines to receive weights"), broken):
             return failures
         wanted = digests if self._sync.verify else {}
@@ -103,12 +106,13 @@ class Publisher:
         requests = self._fleet.order(
             engines, lambda r, es: Connect(request=r, address=group, ranks={e: ranks[e] for e in es})
         )
-        self._group, self._members = group, members
+        self._group, self._members, self._listening = group, members, True
         broken = ""
         try:
             self._learner.join_group(group.name, timeout_s + MARGIN_S)
         except GroupBroken as e:
             broken = str(e)
+            self._hang_up()
         return self._blame(engines, self._failures(requests, f"engines to join {group.name}"), broken)
 
     def _close_group(self) -> None:
@@ -116,10 +120,17 @@ class Publisher:
             return
         alive = self._fleet.alive()
         members = {e for e, start in self._members.items() if e in alive and self._fleet.starts(e) == start}
-        name, self._group, self._members = self._group.name, None, {}
+        name = self._group.name
+        self._hang_up()
+        self._group, self._members = None, {}
         requests = self._fleet.order(members, lambda r, es: Disconnect(request=r, group=name, engines=es))
-        self._learner.close_group(name, self._sync.timeout_s)
         self._failures(requests, f"engines to leave {name}")
+
+    def _hang_up(self) -> None:
+        """Close the trainer's end: members that still wait for the rest of a broken push fail at once."""
+        if self._group is not None and self._listening:
+            self._listening = False
+            self._learner.close_group(self._group.name, self._sync.timeout_s)
 
     def _failures(self, requests: list[int], what: str) -> dict[int, str]:
         failures: dict[int, str] = {}
