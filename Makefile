@@ -31,11 +31,11 @@ help:  ## list the targets
 
 venv: $(STAMP)  ## make the environment .venv from pinned constraints
 
-quickstart: $(STAMP)  ## train a tiny model on arithmetic, on this machine, in five minutes
+quickstart: $(STAMP)  ## train a tiny model on arithmetic, on this machine, in under five minutes
 	$(BIN)/python -m runtime.quickstart --out models/quickstart
 	$(BIN)/python -m launcher submit configs/quickstart.yaml $(SUBMIT_FLAGS)
 
-test: $(STAMP)  ## all tests (15 minutes on 2 cores)
+test: $(STAMP)  ## all tests (15 to 20 minutes on 2 cores)
 	$(PYTEST) tests
 
 check: $(STAMP)  ## formatter, linter, types, structure and unit tests (2 minutes)
