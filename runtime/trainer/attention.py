@@ -7,6 +7,7 @@ Right padding needs no mask: a causal query never looks to its right.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
@@ -24,6 +25,9 @@ from runtime.trainer.prefixes import Prefixes
 
 NAME: Final = "sluice_packed"
 """What the function below is registered as; a model is loaded with this `attn_implementation`."""
+
+_GROUPED: Final = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+"""What lets several query heads share a key head; up to torch 2.11 the kernel takes that as it is."""
 
 MAX_WASTE: Final = 1.25
 """A bucket's longest sequence over its shortest."""
@@ -149,7 +153,7 @@ def _variable_length(
         packing.longest,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=q.shape[1] != k.shape[1],
+        **(_GROUPED if q.shape[1] != k.shape[1] else {}),
     )
     assert isinstance(out, Tensor)
     return out

@@ -34,9 +34,8 @@ def make_model(folder: Path, **fields) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
         max_position_embeddings=128,
-        **{"tie_word_embeddings": True, **fields},
+        **{"tie_word_embeddings": True, "head_dim": 8, **fields},
     )
     model = Qwen3ForCausalLM(shape)
     with torch.no_grad():
