@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from launcher import files, plan
+from launcher import files, plan, script, slurm
 from launcher import site as machine
 from runtime import plugins, topology
 from runtime.config import Cluster, DataSet, RunConfig, SiteConfig
@@ -30,6 +30,7 @@ def everything(loaded: Loaded, site: SiteConfig) -> list[str]:
     _check_plugins(loaded)
     _check_mode(loaded)
     _check_topology(loaded, site)
+    files.check_runs_dir(config.runs_dir, loaded.where("runs_dir"))
     files.check_model(config.models.policy.path, loaded.where("models", "policy", "path"))
     return [*_sizes(loaded), *_check_data(loaded)]
 
@@ -79,27 +80,45 @@ def _check_mode(loaded: Loaded) -> None:
 def _check_topology(loaded: Loaded, site: SiteConfig) -> None:
     config = loaded.config
     try:
-        topology.make(config.cluster, config.rollout, site, plan.local_nodes(config))
+        topology.make(config.cluster, config.rollout, site, plan.placeholders(config, site))
     except ConfigError as e:
         raise ConfigError(loaded.where(*e.where.split(".")), e.problem, e.fix) from None
-    needed = site.gpus_per_node * topology.num_nodes(config.cluster)
-    there = len(machine.visible_gpus()) if needed else 0
-    if needed > there:
-        raise ConfigError(
-            f"site {site.name}: gpus_per_node",
-            f"{_nodes(config.cluster)} nodes with {site.gpus_per_node} GPUs each need {needed} GPUs, "
-            f"this machine has {there}",
-            "lower gpus_per_node in the site file (0 runs on the CPU) or cluster.num_*_nodes",
-        )
-    machine.find_mpiexec()
+    if site.scheduler == "slurm":
+        _check_slurm(site, loaded)
+    else:
+        _check_machine(site, config.cluster)
     engine = plugins.find("engine", config.rollout.engine, loaded.where("rollout", "engine"))
     options = plugins.options(engine, config.rollout.engine_options, loaded.where("rollout", "engine_options"))
-    if site.gpus_per_node and not engine.build(options).runs_on_gpu:
+    if site.gpus_per_node and not site.pretend_gpus and not engine.build(options).runs_on_gpu:
         raise ConfigError(
             loaded.where("rollout", "engine"),
             f"{config.rollout.engine!r} runs on CPUs, but site {site.name!r} gives it {site.gpus_per_node} GPUs a node",
             "write gpus_per_node: 0 in the site file",
         )
+
+
+def _check_slurm(site: SiteConfig, loaded: Loaded) -> None:
+    if site.slurm.gpu_request == "gres-typed" and not site.slurm.gpu_type:
+        raise ConfigError(f"site {site.name}: slurm.gpu_type", "is empty", "gres-typed needs it, as in gpu_type: h100")
+    walltime, early = slurm.seconds(site.slurm.time) or 0.0, script.early_s(loaded.config)
+    if walltime <= early:
+        raise ConfigError(
+            f"site {site.name}: slurm.time",
+            f"{site.slurm.time} is no longer than the {early} s kept for saving before the walltime ends",
+            f"ask for more, or lower {loaded.where('limits', 'stop_s')}",
+        )
+
+
+def _check_machine(site: SiteConfig, cluster: Cluster) -> None:
+    needed = site.gpus_per_node * topology.num_nodes(cluster)
+    there = len(machine.visible_gpus()) if needed else 0
+    if needed > there:
+        raise ConfigError(
+            f"site {site.name}: gpus_per_node",
+            f"{_nodes(cluster)} nodes with {site.gpus_per_node} GPUs each need {needed} GPUs, this machine has {there}",
+            "lower gpus_per_node in the site file (0 runs on the CPU) or cluster.num_*_nodes",
+        )
+    machine.find_mpiexec()
 
 
 def _nodes(cluster: Cluster) -> str:

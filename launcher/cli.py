@@ -29,11 +29,20 @@ examples:
   python -m launcher submit run.yaml --set seed=1 --set data.0.path=other.jsonl
   python -m launcher submit run.yaml --detach          (then: status, logs -f, cancel)
   python -m launcher submit run.yaml --dry-run         (checks everything, starts nothing)
+  python -m launcher submit run.yaml --site generic-rocm --set-site account=me --set-site time=04:00:00
 
 Ctrl-C cancels the run: it saves at the next boundary and ends, `resume` goes on with it. A second Ctrl-C kills it.
 With --detach the run does not depend on the terminal.
 """
 _PLAN = "example:\n  python -m launcher plan configs/quickstart.yaml --set cluster.num_rollout_nodes=2\n"
+_RUN = """\
+examples:
+  sbatch sbatch/generic-cuda.sbatch run.yaml           (its last line is this command)
+  salloc --nodes=2 --gpus-per-node=4 --exclusive       and in it:
+  python -m launcher run run.yaml --site generic-cuda
+
+A job that Slurm requeues goes on with its run.
+"""
 _STATUS = (
     "examples:\n  python -m launcher status\n  python -m launcher status quickstart\n  python -m launcher status all\n"
 )
@@ -81,6 +90,7 @@ def _run(args: argparse.Namespace) -> int:
     handlers = {
         "submit": commands.submit,
         "plan": commands.show_plan,
+        "run": commands.run_here,
         "resume": commands.resume,
         "cancel": commands.cancel,
         "status": show.status,
@@ -113,6 +123,7 @@ def parser() -> argparse.ArgumentParser:
     submit.add_argument("--detach", action="store_true", help="return once the run is started")
     submit.add_argument("--dry-run", action="store_true", help="check and print the plan only")
     _add_config(add("plan", "print nodes, ranks, roles and the exact command of a run; change nothing", _PLAN))
+    _add_config(add("run", "train here and now, inside a Slurm job or allocation of yours", _RUN))
 
     status = add("status", "what a run does, or how it ended and what to do", _STATUS)
     _add_run(status, "as above, or all")
@@ -122,6 +133,7 @@ def parser() -> argparse.ArgumentParser:
     resume = add("resume", "go on with a run from its last checkpoint", _RESUME)
     _add_run(resume)
     _add_set(resume)
+    _add_set_site(resume)
     resume.add_argument("--accept-changes", action="store_true", help="allow any change of the config")
     resume.add_argument("--detach", action="store_true", help="return once the run is started")
 
@@ -139,11 +151,19 @@ def _add_config(command: argparse.ArgumentParser) -> None:
     command.add_argument("config", metavar="CONFIG", help="YAML file of the run")
     _add_set(command)
     command.add_argument("--site", help="a file in configs/site, or a path (default: the config's `site`)")
+    _add_set_site(command)
 
 
 def _add_set(command: argparse.ArgumentParser) -> None:
     text = "change one value, written as in YAML; list entries by index: data.0.path=x.jsonl (repeatable)"
     command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=text)
+
+
+def _add_set_site(command: argparse.ArgumentParser) -> None:
+    text = "change one value of the site: account=me, time=04:00:00, gpus_per_node=8 (repeatable)"
+    command.add_argument(
+        "--set-site", action="append", default=[], metavar="KEY=VALUE", dest="site_overrides", help=text
+    )
 
 
 def _add_run(command: argparse.ArgumentParser, text: str = "run folder, name or id (default: the newest)") -> None:

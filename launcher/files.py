@@ -107,6 +107,19 @@ def _short(line: bytes) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def check_runs_dir(path: str, where: str) -> None:
+    """Run folders can be made in it.
+
+    Raises:
+        ConfigError: its nearest parent that exists is no folder, or not ours to write to.
+    """
+    folder = Path(path).absolute()
+    nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        problem = "cannot be written to" if nearest.is_dir() else "is not a folder"
+        raise ConfigError(where, f"{path}: {nearest} {problem}", "choose a folder you can write to")
+
+
 # ---- model folder ------------------------------------------------------------------------------------------------
 
 
@@ -120,6 +133,11 @@ def check_model(path: str, where: str) -> None:
     if not folder.is_dir():
         kind = "is a file, not a folder" if folder.exists() else "does not exist"
         fix = "give a Hugging Face model folder; the quickstart's is made by `python -m runtime.quickstart`"
+        if not folder.parent.exists() and folder.parent.parent == Path.cwd():
+            name = f"{folder.parent.name}/{folder.name}"
+            fix += (
+                f"; runs download nothing, so for a name on the Hub run `hf download {name} --local-dir {name}` first"
+            )
         raise ConfigError(where, f"model folder {path} {kind}", fix)
     config = _read_json(folder / "config.json", where)
     if "model_type" not in config:

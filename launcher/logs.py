@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from launcher import runs
+from launcher.states import States
 from runtime.errors import ConfigError
 
 POLL_S: Final = 0.3
@@ -46,8 +47,9 @@ def _files(run: Path, attempt: int, pattern: str) -> list[Path]:
 
 def _follow(run: Path, attempt: int | None, pattern: str, offsets: dict[Path, int]) -> None:
     """Print what is added, each line with its file's name, until the run ends. `attempt` None: also of new attempts."""
+    states = States()
     while True:
-        state = runs.state(run)
+        state = states.of(run)
         for file in _files(run, runs.last_attempt(run) if attempt is None else attempt, pattern):
             with file.open("rb") as log:
                 log.seek(offsets.get(file, 0))

@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from launcher import srun
 from runtime import topology
 from runtime.config import RunConfig, SiteConfig
 from runtime.topology import RankSlot, Topology
@@ -17,8 +18,11 @@ from runtime.topology import RankSlot, Topology
 PROJECT: Final = Path(__file__).parents[1]
 """Where the packages launcher and runtime are found."""
 
-_LEFTOVERS: Final = ("PMI", "PMIX", "OMPI_", "PRTE_", "SLURM", "HYDRA_", "HYDI_", "MPIEXEC_", "MPI_LOCAL", "SUBMITIT_")
-"""Beginnings of variables of another MPI world or job: a rank that inherits them joins the wrong world or none."""
+_LEFTOVERS: Final = ("PMI", "PMIX", "OMPI_", "PRTE_", "SLURM", "SRUN_", "HYDRA_", "HYDI_", "MPIEXEC_", "MPI_LOCAL")
+"""Beginnings of variables of another MPI world or job: a rank that inherits them joins the wrong world or none, and
+srun places ranks by them."""
+_KEPT: Final = ("SLURM_CONF", "SLURM_CLUSTERS")
+"""What the commands of Slurm find their cluster by."""
 
 
 class JobPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,71 +30,88 @@ class JobPlan(msgspec.Struct, frozen=True, kw_only=True):
     command: tuple[str, ...]
     """Starts the world of one attempt."""
     env: dict[str, str]
-    """What is set beside the environment of the submitting shell."""
+    """What is set beside the environment of the supervisor."""
+    log: str
+    """Where the command's own words go, in attempts/<n>."""
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """What the world is started with; `launcher.site` finds it out."""
 
     python: str
-    mpiexec: str
-    gpus: tuple[int, ...]
+    mpiexec: str = ""
+    """Only where there is no scheduler."""
+    gpus: tuple[int, ...] = ()
 
 
-def local_nodes(config: RunConfig) -> tuple[str, ...]:
-    """On one machine a node is a group of processes."""
-    return tuple(f"local-{i}" for i in range(topology.num_nodes(config.cluster)))
+def placeholders(config: RunConfig, site: SiteConfig) -> tuple[str, ...]:
+    """Names of nodes: on one machine a node is a group of processes; on a cluster the scheduler will choose."""
+    kind = "local" if site.scheduler == "local" else "node"
+    return tuple(f"{kind}-{i}" for i in range(topology.num_nodes(config.cluster)))
 
 
-def make(config: RunConfig, site: SiteConfig, run: Path, attempt: int, machine: Machine) -> JobPlan:
-    """What attempt number `attempt` of a run starts."""
-    world = topology.make(config.cluster, config.rollout, site, local_nodes(config))
+def make(
+    config: RunConfig, site: SiteConfig, run: Path, attempt: int, machine: Machine, nodes: Sequence[str] = ()
+) -> JobPlan:
+    """What attempt number `attempt` of a run starts. `nodes`: those of the job, where they are known."""
+    world = topology.make(config.cluster, config.rollout, site, nodes or placeholders(config, site))
     env = {
         "PYTHONPATH": str(PROJECT),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "UCX_NET_DEVICES": site.fabric_interface or "lo",  # else MPICH listens on every interface
-        **site.env,
     }
-    return JobPlan(topology=world, command=_mpiexec(world, site, run, attempt, machine), env=env)
+    folder = run / "attempts" / str(attempt)
+    program = (machine.python, "-m", "mpi4py", "-m", "runtime.main", "--run-dir", str(run), "--attempt", str(attempt))
+    if site.scheduler == "slurm":
+        env |= {"SLURM_HOSTFILE": str(folder / srun.HOST_FILE), **_mpich_env(site), **site.env}
+        return JobPlan(topology=world, command=srun.step(world, site, folder, program), env=env, log=srun.STEP_LOG)
+    # MPICH listens on every interface unless told
+    env |= {"UCX_NET_DEVICES": site.fabric_interface or "lo", **site.env}
+    return JobPlan(topology=world, command=_mpiexec(world, site, folder, machine, program), env=env, log="mpiexec.log")
 
 
-def _mpiexec(world: Topology, site: SiteConfig, run: Path, attempt: int, machine: Machine) -> tuple[str, ...]:
+def _mpich_env(site: SiteConfig) -> dict[str, str]:
+    """MPICH tells its peers an address for every transport it has, and Slurm's PMI cuts what is longer than 1 kB."""
+    if site.slurm.mpi != "pmi2":
+        return {}
+    return {"UCX_TLS": "tcp,self"} | ({"UCX_NET_DEVICES": site.fabric_interface} if site.fabric_interface else {})
+
+
+def _mpiexec(
+    world: Topology, site: SiteConfig, folder: Path, machine: Machine, program: Sequence[str]
+) -> tuple[str, ...]:
     """One section of mpiexec's arguments for each stretch of ranks with the same environment."""
-    log = str(run / "attempts" / str(attempt)).replace("%", "%%") + "/rank-%r.log"
+    log = str(folder).replace("%", "%%") + "/rank-%r.log"
     argv = [machine.mpiexec, "-hosts", "localhost", "-launcher", "fork", "-rmk", "user", "-bind-to", "none"]
     argv += ["-print-all-exitcodes", "-outfile-pattern", log, "-errfile-pattern", log]
-    rank_argv = [machine.python, "-m", "mpi4py", "-m", "runtime.main", "--run-dir", str(run)]
-    rank_argv += ["--attempt", str(attempt)]
     for number, (env, ranks) in enumerate(groupby(world.ranks, key=lambda rank: _rank_env(rank, site, machine.gpus))):
         argv += [":"] if number else []
         argv += ["-n", str(len(list(ranks)))]
         for name, value in env.items():
             argv += ["-env", name, value]
-        argv += rank_argv
+        argv += program
     return tuple(argv)
 
 
 def _rank_env(rank: RankSlot, site: SiteConfig, gpus: Sequence[int]) -> dict[str, str]:
-    """Agents compute little, so one thread is enough; each node sees its own part of the machine's GPUs."""
-    env = {"OMP_NUM_THREADS": "1"} if rank.role == "agent" else {}
-    if site.gpus_per_node:
-        first = rank.node * site.gpus_per_node
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus[first : first + site.gpus_per_node]))
-    return env
+    """Each node sees its own part of the machine's GPUs."""
+    if not site.gpus_per_node:
+        return {}
+    first = rank.node * site.gpus_per_node
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus[first : first + site.gpus_per_node]))}
 
 
 def clean_env(inherited: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
     """The environment of a world: the inherited one without leftovers of other worlds, and what a plan adds."""
-    env = {name: value for name, value in inherited.items() if not name.startswith(_LEFTOVERS)}
+    env = {k: v for k, v in inherited.items() if k in _KEPT or not k.startswith((*_LEFTOVERS, "SUBMITIT_"))}
     path = [added.get("PYTHONPATH", ""), env.get("PYTHONPATH", "")]
     return {**env, **added, "PYTHONPATH": ":".join(filter(None, path))}
 
 
-def describe(plan: JobPlan, config: RunConfig, site: SiteConfig) -> str:
-    """For people: nodes, ranks, roles, engines, the command."""
+def describe(plan: JobPlan, config: RunConfig, site: SiteConfig, script: str = "") -> str:
+    """For people: nodes, ranks, roles, engines, the commands. `script`: of the batch job, as it is submitted."""
     world = plan.topology
     lines = [
         f"run {config.name}: {config.num_steps} steps of {config.rollout.num_prompts} prompts "
@@ -111,7 +132,8 @@ def describe(plan: JobPlan, config: RunConfig, site: SiteConfig) -> str:
         gpus = ",".join(map(str, engine.gpus)) or "cpu"
         lines.append(f"{engine.id:>6}  {engine.model:<8} {nodes:<9} {gpus}")
     lines += ["", "environment", *(f"  {name}={shlex.quote(value)}" for name, value in plan.env.items())]
-    return "\n".join([*lines, "", "command", *_wrapped(plan.command)])
+    lines += ["", "command", *_wrapped(plan.command)]
+    return "\n".join([*lines, "", "batch script", script] if script else lines)
 
 
 def _wrapped(command: Sequence[str]) -> list[str]:

@@ -118,3 +118,33 @@ def out_of_memory_kills() -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+def remove_stale_shared_memory(shm: Path = Path("/dev/shm"), min_age_s: float = 10.0) -> list[str]:
+    """Delete what killed MPICH ranks of this user left in shared memory: segments that no process maps.
+
+    Args:
+        min_age_s: younger ones may belong to a rank that is just starting and has yet to map them.
+
+    Returns:
+        Names of the deleted files.
+    """
+    deleted = []
+    old = [p for p in shm.glob("mpich_shm_*") if p.stat().st_uid == os.getuid() and _age_s(p) > min_age_s]
+    mapped = "".join(map(_maps, Path("/proc").glob("[0-9]*"))) if old else ""
+    for path in old:
+        if path.name not in mapped:
+            path.unlink(missing_ok=True)
+            deleted.append(path.name)
+    return deleted
+
+
+def _age_s(path: Path) -> float:
+    return time.time() - path.stat().st_mtime
+
+
+def _maps(process: Path) -> str:
+    try:
+        return (process / "maps").read_text(errors="replace")
+    except OSError:  # it ended, or is another user's
+        return ""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from launcher import runs
+from launcher.states import States
 
 POLL_S: Final = 0.2
 TITLES: Final = ("step", "reward", "held-out", "samples/s", "tokens/s", "lag", "time left")
@@ -82,7 +83,7 @@ class PlainView:
         print(text, flush=True)
 
 
-def follow(run: Path, num_steps: int, view: View, since: float = 0.0) -> str:
+def follow(run: Path, num_steps: int, view: View, states: States, since: float = 0.0) -> str:
     """Show a run until it ends or its supervisor is gone; returns the state it ended in.
 
     Args:
@@ -90,7 +91,7 @@ def follow(run: Path, num_steps: int, view: View, since: float = 0.0) -> str:
     """
     lines, progress, said, shown = runs.metrics(run), Progress(num_steps), "", since
     while True:
-        state = runs.state(run)
+        state = states.of(run)
         for line in lines.new():
             step = progress.add(line)
             if step is not None and float(line.get("time", 0.0)) > shown:
@@ -98,6 +99,10 @@ def follow(run: Path, num_steps: int, view: View, since: float = 0.0) -> str:
                 shown = float(line["time"])
         status = runs.read_status(run)
         text = f"{state}, attempt {status.attempt}" if status.attempt >= 0 else state
+        if state == "queued" and (job := states.job(run)):
+            text += f", job {runs.job_id(run)} ({job.reason})"
+        if states.trouble:
+            text += "; Slurm does not answer"
         if text != said:
             view.note(f"[{time.strftime('%H:%M:%S')}] {text}")
             said = text

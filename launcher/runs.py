@@ -1,7 +1,9 @@
 """The run folder: how it is made, found and read.
 
 runs/<name>-<id>/           mode 0700
-    config.yaml site.yaml   resolved; with topology.json they say what the run is
+    config.yaml site.yaml   resolved; they say what the run is
+    script.sbatch           of its job, under Slurm
+    topology.json           which rank of the newest attempt is what, and where
     status.json             what the supervisor does now
     metrics.jsonl events.jsonl samples/ attempts/<n>/ checkpoints/ hf/    written by the runtime
     supervisor.log job/     of the job that holds the supervisor
@@ -29,6 +31,8 @@ from runtime.topology import Topology
 
 State = Literal["queued", "starting", "running", "ending", "ended", "failed", "cancelled"]
 FINAL: Final = ("ended", "failed", "cancelled")
+SCRIPT: Final = "script.sbatch"
+JOB_ID: Final = "job/id"
 CANCEL_MARK: Final = "cancel"
 """File that says the end was asked for with `cancel`; a resume removes it."""
 
@@ -56,10 +60,12 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     host: str = ""
     cancelled: bool = False
     """Somebody asked for the end with `cancel`."""
+    fruitless: int = 0
+    """Attempts in a row, over all jobs of the run, that brought no new step and were not preempted."""
     updated: float = 0.0
 
 
-def create(config: RunConfig, site: SiteConfig, topology: Topology) -> Path:
+def create(config: RunConfig, site: SiteConfig) -> Path:
     """A new run folder, queued.
 
     Raises:
@@ -74,14 +80,17 @@ def create(config: RunConfig, site: SiteConfig, topology: Topology) -> Path:
         (run / "secrets").mkdir(mode=0o700)
     except OSError as e:
         raise ConfigError("runs_dir", f"cannot make {run}: {e.strerror}", "choose a folder you can write to") from e
-    write_config(run, config, site, topology)
+    write_config(run, config, site)
     write_status(run, Status(state="queued"))
     return run
 
 
-def write_config(run: Path, config: RunConfig, site: SiteConfig, topology: Topology) -> None:
+def write_config(run: Path, config: RunConfig, site: SiteConfig) -> None:
     write_atomic(run / "config.yaml", dump(config).encode())
     write_atomic(run / "site.yaml", dump(site).encode())
+
+
+def write_topology(run: Path, topology: Topology) -> None:
     write_atomic(run / "topology.json", msgspec.json.format(msgspec.json.encode(topology), indent=1))
 
 
@@ -111,13 +120,20 @@ def supervisor_alive(status: Status) -> bool:
     return bool(status.pid) and processes.started(status.pid) == status.pid_started
 
 
-def state(run: Path, start_limit_s: float = 60.0) -> str:
-    """The state as it is: "died" where the supervisor is gone without having said so."""
-    status = read_status(run)
+def local_state(status: Status, start_limit_s: float = 60.0) -> str:
+    """The state of a run without a scheduler: "died" where the supervisor is gone without having said so."""
     if status.state in FINAL or supervisor_alive(status):
         return status.state
     waiting = status.state == "queued" and time.time() - status.updated < start_limit_s
     return "queued" if waiting else "died"
+
+
+def job_id(run: Path) -> str:
+    """Slurm's number of the run's newest job; empty: it has none."""
+    try:
+        return (run / JOB_ID).read_text().strip() if (run / SCRIPT).exists() else ""
+    except FileNotFoundError:
+        return ""
 
 
 def all_runs(runs_dir: Path) -> list[Path]:

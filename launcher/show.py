@@ -8,8 +8,10 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from launcher import runs
-from launcher.progress import Progress, duration, number
+from launcher import runs, slurm
+from launcher.progress import Progress, duration
+from launcher.progress import number as shown
+from launcher.states import States, report_of
 from runtime.errors import ConfigError
 from runtime.load import load_run
 
@@ -36,13 +38,16 @@ def status(args: argparse.Namespace) -> int:
         _list(runs.all_runs(root))
         return 0
     run = runs.find(args.run, root)
-    (progress, last), state, attempt = _progress(run), runs.state(run), runs.last_attempt(run)
+    states = States()
+    (progress, last), state, attempt = _progress(run), states.of(run), runs.last_attempt(run)
     print(f"run      {run}")
     print(f"state    {state}" + (f", attempt {attempt}" if attempt >= 0 else "") + f", age {_age(run)}")
+    if number := runs.job_id(run):
+        print(f"job      {number}{_job_words(states, run, state)}")
     print(f"step     {progress.step}/{progress.num_steps}" + _last_words(last))
-    print(f"reward   {number(last.get('reward'), '.3f')}, held-out accuracy {number(progress.accuracy, '.3f')}")
+    print(f"reward   {shown(last.get('reward'), '.3f')}, held-out accuracy {shown(progress.accuracy, '.3f')}")
     if state in (*runs.FINAL, "died"):
-        print(_ending(run, state))
+        print(_ending(run, state, states.job(run)))
     elif progress.seconds_left is not None:
         print(f"left     {duration(progress.seconds_left)}")
     return 0
@@ -50,10 +55,12 @@ def status(args: argparse.Namespace) -> int:
 
 def _list(found: list[Path]) -> None:
     print(f"{'run':<44} {'state':<10} {'step':>9} {'reward':>7}  age")
+    states = States()
+    by_run = states.all(found)
     for run in found:
         progress, last = _progress(run)
         step = f"{progress.step}/{progress.num_steps}"
-        print(f"{run.name:<44} {runs.state(run):<10} {step:>9} {number(last.get('reward'), '.3f'):>7}  {_age(run)}")
+        print(f"{run.name:<44} {by_run[run]:<10} {step:>9} {shown(last.get('reward'), '.3f'):>7}  {_age(run)}")
 
 
 def _progress(run: Path) -> tuple[Progress, dict[str, Any]]:
@@ -74,9 +81,22 @@ def _age(run: Path) -> str:
     return duration(time.time() - min(submitted)) if submitted else "-"
 
 
-def _ending(run: Path, state: str) -> str:
+def _job_words(states: States, run: Path, state: str) -> str:
+    """What Slurm says of a run's job: why it waits, until when it may run."""
+    job = states.job(run)
+    if states.trouble:
+        return f" (Slurm does not answer, so this is what the run said last: {states.trouble})"
+    if job is None or state in runs.FINAL:
+        return ""
+    if job.phase == "queued":
+        return f", waits: {job.reason}" + (f", expected to start {job.starts}" if job.starts[:1].isdigit() else "")
+    left = f", {duration(job.seconds_left)} of its walltime left" if job.seconds_left is not None else ""
+    return f", {job.state.lower()} on {job.nodes}{left}"
+
+
+def _ending(run: Path, state: str, job: slurm.Job | None = None) -> str:
     """The exit report of the newest attempt, and what to do."""
-    report = runs.read_report(run, runs.last_attempt(run))
+    report = report_of(run, job)
     if state == "died" or report is None:
         report_lines = [] if report is None else [f"before   {report.kind}: {report.message}"]
         kind = "died" if state == "died" else "bug"
@@ -91,13 +111,12 @@ def outcome(run: Path, state: str) -> str:
     progress, _ = _progress(run)
     lines = [f"{run.name}: {state}", _ending(run, state)]
     if progress.first_accuracy is not None:
-        lines.append(f"held-out {progress.first_accuracy:.3f} -> {number(progress.accuracy, '.3f')}")
+        lines.append(f"held-out {progress.first_accuracy:.3f} -> {shown(progress.accuracy, '.3f')}")
     lines.append(f"folder   {run}")
     if (run / "reward.png").exists():
         lines.append(f"plot     {run / 'reward.png'}")
-    exported = run / "hf"
-    if exported.exists() and any(exported.iterdir()):
-        lines.append(f"model    {exported}")
+    if exported := sorted((run / "hf").glob("step-*")):
+        lines.append(f"model    {exported[-1]}")
     if any((run / "samples").glob("step-*.jsonl")):
         lines.append(f"samples  python -m launcher samples {run.name}")
     return "\n".join(lines)
@@ -133,7 +152,7 @@ def _reward(sample: dict[str, Any]) -> float:
 
 
 def _sample_text(sample: dict[str, Any]) -> str:
-    reward = number(sample["reward"], ".3f") if sample["reward"] is not None else "failed"
+    reward = shown(sample["reward"], ".3f") if sample["reward"] is not None else "failed"
     head = (
         f"{sample['prompt_id']} [{sample['index']}]  reward {reward}  {sample['status']}  version {sample['version']}"
     )

@@ -10,11 +10,14 @@ import sys
 from pathlib import Path
 
 from launcher.plan import Machine
+from runtime.config import SiteConfig
 from runtime.errors import ConfigError
 
 
-def machine() -> Machine:
-    """This machine, as a plan needs it."""
+def machine(site: SiteConfig) -> Machine:
+    """What a plan needs to know of where it is made: of this machine, or only of the environment on a cluster."""
+    if site.scheduler == "slurm":
+        return Machine(python=sys.executable)
     return Machine(python=sys.executable, mpiexec=find_mpiexec(), gpus=visible_gpus())
 
 

@@ -2,8 +2,8 @@
 
 It holds no GPU and loads neither MPI nor torch, so nothing that breaks the world breaks it.
 
-    start attempt n -> watch -> report -> done, preempted, config, bug, ...  end
-         ^                        |
+    start attempt n -> watch -> report -> done, config, bug, ...                   end
+         ^                        |  +-> preempted, timeout: under Slurm           queued again
          +--- n + 1 <-------------+  peer_lost, engine_lost, node_failed: unless `limits.attempts` attempts
                                      in a row brought no new step
 """
@@ -19,34 +19,37 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from launcher import plan, processes, runs, site, verdict
+from launcher import job as jobs
+from launcher import plan, processes, runs, srun, verdict
+from launcher.job import Job, Order, Outlook
 from launcher.runs import Report, State, Status
+from launcher.slurm import SchedulerDown
+from launcher.verdict import Evidence
 from runtime.config import Limits
 from runtime.errors import EXIT_CODES, ConfigError
 from runtime.load import load_run, load_site
 
-RESTARTED: Final = ("peer_lost", "engine_lost", "node_failed")
 FAULTS: Final = tuple(kind for kind in EXIT_CODES if kind not in ("done", "preempted", "timeout"))
 FAULT_END_S: Final = 3.0
 """From a fault's report to the end of all ranks: some may wait in MPI for one that is gone, and for ever."""
 ORDERLY_END_S: Final = 30.0
 """The same for a report of an orderly end."""
+START_MARGIN_S: Final = 30.0
+"""Beside limits.start_s, which ranks keep themselves once they can: MPI_Init may hang."""
 POLL_S: Final = 0.1
+SPEAK_S: Final = 30.0
+"""status.json is written so often, so that its readers know that the supervisor lives (see launcher.states)."""
 PLOT_LIMIT_S: Final = 60.0
 END_GRACE_S: Final = 3.0
 """For engines and other children to end by themselves after the world ended."""
 END_LIMIT_S: Final = 20.0
 
 log = logging.getLogger("supervisor")
-
-World = tuple[Sequence[str], dict[str, str]]
-"""Command and environment of one attempt."""
 
 
 def main(run_dir: str) -> int:
@@ -76,21 +79,16 @@ def open_log(run: Path) -> None:
 
 def _supervise(run: Path) -> Report:
     config, where = load_run(run / "config.yaml"), load_site(str(run / "site.yaml"))
-
-    def world(attempt: int) -> World:
-        planned = plan.make(config, where, run, attempt, site.machine())
-        return planned.command, plan.clean_env(os.environ, planned.env)
-
-    return Supervisor(run, world, config.limits).run()
+    return Supervisor(run, jobs.of(run, config, where), config.limits).run()
 
 
 class Supervisor:
     """One job's supervision of one run. Uses signal handlers, so it belongs to the main thread."""
 
-    def __init__(self, run: Path, world: Callable[[int], World], limits: Limits) -> None:
-        self._run, self._world, self._limits = run, world, limits
-        self._signals: list[signal.Signals] = []
-        """SIGTERM and SIGINT received: the first asks the world to save and end, the second kills it."""
+    def __init__(self, run: Path, job: Job, limits: Limits) -> None:
+        self._run, self._job, self._limits = run, job, limits
+        self._orders: list[Order] = []
+        """Received as signals: the first asks the world to save and end, the second kills it."""
         self._status = Status(
             state="starting", pid=os.getpid(), pid_started=processes.started(os.getpid()), host=socket.gethostname()
         )
@@ -98,24 +96,42 @@ class Supervisor:
     def run(self) -> Report:
         """Attempts until one needs no restart; nothing of them is left afterwards."""
         processes.adopt_orphans()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda received, _: self._signals.append(signal.Signals(received)))
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # submitit's time-limit signal; the local site has no limit
-        best, failures = runs.last_step(self._run), 0
+        self._listen()
+        if self._job.number:
+            runs.write_atomic(self._run / runs.JOB_ID, self._job.number.encode())
+        best, fruitless = runs.last_step(self._run), runs.read_status(self._run).fruitless
         while True:
             report = self._attempt(runs.last_attempt(self._run) + 1)
             step = runs.last_step(self._run)
-            failures = 0 if step > best else failures + 1
+            fruitless = 0 if step > best else fruitless + (report.kind != "preempted")
+            self._status = msgspec.structs.replace(self._status, fruitless=fruitless)
             best = max(best, step)
-            if report.kind not in RESTARTED or self._signals:
-                break
-            if failures > self._limits.attempts:
-                log.error("gave up: %d attempts in a row brought no new step (limits.attempts)", failures)
-                break
+            outlook = self._job.outlook(report, self._cancelled() or "stop" in self._orders)
+            if outlook.reason:
+                log.info("%s", outlook.reason)
+            if outlook.next != "end" and fruitless > self._limits.attempts:
+                log.error("gave up: %d attempts in a row brought no new step (limits.attempts)", fruitless)
+                outlook = Outlook(next="end")
+            if outlook.next != "restart":
+                return self._end(report, outlook)
             log.info("restarting from the last checkpoint")
+
+    def _listen(self) -> None:
+        orders: dict[signal.Signals, Order] = {signal.SIGTERM: "stop", signal.SIGINT: "stop"}
+        if self._job.number:
+            orders[signal.SIGUSR1] = "timeout"  # sbatch --signal, before the walltime ends
+        for number, order in orders.items():
+            signal.signal(number, lambda _number, _frame, order=order: self._orders.append(order))
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # submitit's time-limit signal; the local site has no limit
+
+    def _end(self, report: Report, outlook: Outlook) -> Report:
         self._say("ending")
         self._plot()
-        cancelled = self._cancelled()
+        cancelled = outlook.cancelled or self._cancelled()
+        if outlook.next == "queued":
+            self._say("queued")  # before it is true: a requeue ends this process
+            if self._job.again():
+                return report
         self._say("cancelled" if cancelled and report.kind != "done" else final_state(report))
         return report
 
@@ -128,6 +144,7 @@ class Supervisor:
         killed, left = processes.end_descendants(END_GRACE_S, END_LIMIT_S)
         if killed:
             log.warning("processes of attempt %d that had to be killed: %s", number, "; ".join(killed))
+        processes.remove_stale_shared_memory()
         if left:
             log.error("processes that SIGKILL did not end within %g s: %s", END_LIMIT_S, "; ".join(left))
         report = report or runs.read_report(self._run, number)
@@ -139,60 +156,66 @@ class Supervisor:
         """Start a world and watch it to its end; a report is written if it left none."""
         oom_kills = processes.out_of_memory_kills()
         try:
-            command, env = self._world(int(folder.name))
-            log.info("attempt %s: %s", folder.name, " ".join(command))
-            with (folder / "mpiexec.log").open("wb") as output:
+            planned = self._job.plan(int(folder.name))
+            runs.write_topology(self._run, planned.topology)
+            (folder / srun.HOST_FILE).write_text(srun.host_file(planned.topology))
+            log.info("attempt %s: %s", folder.name, " ".join(planned.command))
+            with (folder / planned.log).open("wb") as output:
                 child = subprocess.Popen(
-                    command,
-                    env=env,
+                    planned.command,
+                    env=planned.env,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                     preexec_fn=processes.die_with_parent,
                 )
-        except (OSError, ConfigError) as e:
+        except (OSError, ConfigError, SchedulerDown) as e:
             return self._write(folder, Report(kind="config", message=f"the world cannot be started: {e}"))
-        overdue = self._watch(child, int(folder.name))
+        end = self._watch(child, int(folder.name))
         found = runs.read_report(self._run, int(folder.name))
         if found is not None:
             return found
-        seen = verdict.Evidence(
-            code=child.returncode,
-            stopped=bool(self._signals),
-            overdue_s=overdue,
-            oom_killed=processes.out_of_memory_kills() > oom_kills,
+        oom_killed = processes.out_of_memory_kills() > oom_kills
+        seen = msgspec.structs.replace(
+            end, code=child.returncode, log=planned.log, stopped=bool(self._orders), oom_killed=oom_killed
         )
         return self._write(folder, verdict.judge(folder, seen))
 
-    def _watch(self, child: subprocess.Popen[bytes], number: int) -> float:
-        """Wait for the world's end, passing signals on; kill it where it does not end in time.
-
-        Returns:
-            Seconds after which a world that was told to stop was killed without a report; 0 otherwise.
-        """
+    def _watch(self, child: subprocess.Popen[bytes], number: int) -> Evidence:
+        """Wait for the world's end, passing orders on; kill it where it does not begin or end in time."""
         events = self._run / "events.jsonl"
-        size, told, reported = _size(events), 0.0, 0.0
+        size, told, reported, spoke = _size(events), 0.0, 0.0, time.monotonic()
+        deadline = spoke + self._limits.start_s + START_MARGIN_S
         while child.poll() is None:
             now = time.monotonic()
             if self._status.state == "starting" and _size(events) != size:
                 self._say("running")
-            if self._signals and not told:
+            if self._status.state == "starting" and now > deadline:
+                log.warning("killing the world: it did not begin within limits.start_s")
+                self._job.kill(child)
+                return Evidence(stuck_s=now - deadline + self._limits.start_s)
+            if now - spoke > SPEAK_S:
+                spoke = now
+                self._say(self._status.state)
+            if self._orders and not told:
                 told = now
-                log.info("%s: the world is told to save and end", self._signals[0].name)
+                log.info("%s: the world is told to save and end", self._orders[0])
                 self._say("ending")
-                child.terminate()
+                self._job.tell(child, self._orders[0])
             report = runs.read_report(self._run, number)
             if report is not None:
                 reported = reported or now
                 if now - reported > (FAULT_END_S if report.kind in FAULTS else ORDERLY_END_S):
                     log.warning("killing what is left of the world %.0f s after its report", now - reported)
-                    return _kill(child, 0.0)
-            if told and (now - told > self._limits.stop_s or len(self._signals) > 1):
+                    self._job.kill(child)
+                    return Evidence()
+            if told and (now - told > self._limits.stop_s or self._orders.count("stop") > 1):
                 log.warning("killing the world %.0f s after it was told to stop", now - told)
-                return _kill(child, max(now - told, POLL_S))
+                self._job.kill(child)
+                return Evidence(overdue_s=max(now - told, POLL_S))
             time.sleep(POLL_S)
-        return 0.0
+        return Evidence()
 
     def _write(self, folder: Path, report: Report) -> Report:
         report = msgspec.structs.replace(report, time=time.time(), step=runs.last_step(self._run))
@@ -226,12 +249,9 @@ def final_state(report: Report) -> State:
     return "ended" if report.kind in ("done", "preempted", "timeout") else "failed"
 
 
-def _kill(child: subprocess.Popen[bytes], overdue_s: float) -> float:
-    """The process manager's death ends its ranks."""
-    child.kill()
-    child.wait()
-    return overdue_s
-
-
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

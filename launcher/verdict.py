@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import signal
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
+from launcher import srun
 from launcher.runs import Report
 
 
@@ -16,21 +18,28 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
     code: int = 0
     """Exit code of the process manager; negative: it was killed by that signal."""
+    log: str = "mpiexec.log"
+    """Where its words are, in attempts/<n>."""
     stopped: bool = False
     """The world was told to stop."""
     overdue_s: float = 0.0
     """It did not stop within so many seconds and was killed."""
+    stuck_s: float = 0.0
+    """It had not begun after so many seconds and was killed."""
     oom_killed: bool = False
     """The kernel killed something on this machine for lack of memory in that time."""
 
 
 def judge(folder: Path, seen: Evidence) -> Report:
     """The report of an attempt whose runtime wrote none. `folder` is attempts/<n>."""
-    ranks, number, code = _first_loss(folder / "mpiexec.log")
+    ranks, number, code = _first_loss(folder / seen.log)
     rank = ranks[0] if len(ranks) == 1 else None
     if seen.overdue_s:
         message = f"told to stop, but not at a boundary after {seen.overdue_s:.0f} s, so it was killed"
         return Report(kind="preempted", message=f"{message}; resume goes on from the last checkpoint")
+    if seen.stuck_s:
+        message = f"the ranks did not find each other within {seen.stuck_s:.0f} s (limits.start_s)"
+        return Report(kind="peer_lost", message=f"{message}; see {seen.log} and the ranks' logs")
     if seen.stopped and (number == signal.SIGTERM or seen.code in (0, -signal.SIGTERM)):
         return Report(kind="preempted", message="told to stop before there was anything to save")
     if number == signal.SIGKILL and seen.oom_killed:
@@ -40,10 +49,10 @@ def judge(folder: Path, seen: Evidence) -> Report:
         hint = "; somebody or something killed it, check memory use" if number == signal.SIGKILL else ""
         return Report(kind="peer_lost", message=f"{_who(ranks)} was killed by {_name(number)}{hint}", rank=rank)
     if seen.code < 0:
-        return Report(kind="peer_lost", message=f"mpiexec was killed by {_name(-seen.code)}")
+        return Report(kind="peer_lost", message=f"{Path(seen.log).stem} was killed by {_name(-seen.code)}")
     if seen.code == 0:
         return Report(kind="bug", message="the world ended with exit code 0 but without a report")
-    last = _last_line(folder, rank)
+    last = _last_line(folder / (seen.log if rank is None else f"rank-{rank}.log"))
     said = f"; its last line: {last}" if last else ""
     return Report(kind="bug", message=f"{_who(ranks)} ended with exit code {code or seen.code}{said}", rank=rank)
 
@@ -55,6 +64,8 @@ def _first_loss(log: Path) -> tuple[list[int], int, int]:
     another way was first; one that was itself killed is only known to be among those that show it.
     """
     text = log.read_text(errors="replace") if log.exists() else ""
+    if log.name == srun.STEP_LOG:
+        return _first_srun_loss(text)
     # A code is a wait status: the low byte holds the signal, the next one the exit code.
     codes = [int(c) for part in re.findall(r"Exit codes: (.*)", text) for c in re.findall(r"-?\d+(?=,|\s|$)", part)]
     bad = [rank for rank, status in enumerate(codes) if status]
@@ -64,6 +75,24 @@ def _first_loss(log: Path) -> tuple[list[int], int, int]:
         return ranks, codes[ranks[0]] & 0x7F, codes[ranks[0]] >> 8 & 0xFF
     killed = re.search(r"EXIT STRING: .*\(signal (\d+)\)", text)
     return [], int(killed.group(1)) if killed else 0, 0
+
+
+_SRUN_END: Final = re.compile(
+    r"^srun: error: \S+: tasks? ([\d,-]+): (?:Exited with exit code (\d+)|(.+))", re.MULTILINE
+)
+
+
+def _first_srun_loss(text: str) -> tuple[list[int], int, int]:
+    """The same from srun's words. It speaks in the order of events, but those it killed itself are in no order."""
+    for tasks, code, words in _SRUN_END.findall(text):
+        first, _, last = tasks.split(",")[0].partition("-")
+        ranks = list(range(int(first), int(last or first) + 1))
+        number = 0 if code else _SRUN_WORDS.get(words.split(" (")[0].strip(), signal.SIGKILL)
+        return ranks, number, int(code or 0)
+    return [], 0, 0
+
+
+_SRUN_WORDS: Final = {"Terminated": signal.SIGTERM, "Aborted": signal.SIGABRT, "Segmentation fault": signal.SIGSEGV}
 
 
 def _who(ranks: list[int]) -> str:
@@ -79,8 +108,7 @@ def _name(number: int) -> str:
         return f"signal {number}"
 
 
-def _last_line(folder: Path, rank: int | None) -> str:
+def _last_line(path: Path) -> str:
     """The last thing the rank, or failing that the process manager, wrote."""
-    path = folder / ("mpiexec.log" if rank is None else f"rank-{rank}.log")
     lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
     return lines[-1][:300] if lines else ""

@@ -94,12 +94,21 @@ def _reward(answer: Sequence[Sample]) -> float | None:
     return None if any(sample.status == "failed" for sample in answer) else answer[-1].reward
 
 
+def _trained(answer: Sequence[Sample]) -> list[Sample]:
+    return [] if _reward(answer) is None else [s for s in answer if s.trainable and s.loss_mask.any()]
+
+
+def trained_samples(group: Group) -> list[Sample]:
+    """The samples of a group that a batch trains on."""
+    return [sample for answer in _answers(group) for sample in _trained(answer)]
+
+
 def _rows(group: Group, algorithm: Algorithm) -> list[_Row]:
     answers = _answers(group)
     rewards = [_reward(answer) for answer in answers]
     kept: list[tuple[Sample, float, int]] = []
-    for answer, reward, advantage in zip(answers, rewards, algorithm.advantages(rewards), strict=True):
-        trained = [s for s in answer if s.trainable and s.loss_mask.any()] if reward is not None else []
+    for answer, advantage in zip(answers, algorithm.advantages(rewards), strict=True):
+        trained = _trained(answer)
         size = sum(int(s.loss_mask.sum()) for s in trained)
         kept += [(sample, advantage, size) for sample in trained]
     of_group = sum(int(sample.loss_mask.sum()) for sample, _, _ in kept)

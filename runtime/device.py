@@ -8,7 +8,7 @@ one environment variable; where the scheduler has narrowed the list already, an 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -21,6 +21,8 @@ VISIBLE: Final[dict[Platform, str]] = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "
 """The variable that narrows what a process sees. ROCR_VISIBLE_DEVICES, which Slurm sets on AMD, acts below it and is
 left alone: HIP indices count within it."""
 
+VARIABLES: Final = ("ROCR_VISIBLE_DEVICES", *VISIBLE.values())
+"""Every variable that narrows what a process sees."""
 
 FIRST_DEVICE: Final = {"gloo": "cpu", "nccl": "cuda"}
 """torch.distributed backend -> torch's name of the first kind of device it serves."""
@@ -31,6 +33,27 @@ def platform(root: Path = Path("/")) -> Platform:
     if (root / "dev/kfd").exists():
         return "rocm"
     return "cuda" if (root / "dev/nvidiactl").exists() else "cpu"
+
+
+def pretended(environment: Mapping[str, str]) -> Platform:
+    """Where GPUs are only pretended: the platform whose variable the scheduler set."""
+    return "rocm" if "ROCR_VISIBLE_DEVICES" in environment else "cuda"
+
+
+def normalise(environment: MutableMapping[str, str]) -> None:
+    """Leave one list of visible devices. Schedulers set several, and each is applied within the one below it: with
+    ROCR_VISIBLE_DEVICES=1 and CUDA_VISIBLE_DEVICES=1 no GPU is left."""
+    if "ROCR_VISIBLE_DEVICES" in environment:
+        for name in VISIBLE.values():
+            environment.pop(name, None)
+
+
+def num_visible(environment: Mapping[str, str]) -> int | None:
+    """GPUs that the environment shows this process; None: it does not say."""
+    for name in VARIABLES:
+        if name in environment:
+            return len([gpu for gpu in environment[name].split(",") if gpu.strip()])
+    return None
 
 
 def torch_device(index: int | None) -> str:

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import inspect
 
 from runtime import source
-from runtime.config import RunConfig, Section, SiteConfig
+from runtime.config import RunConfig, Section, SiteConfig, Slurm
 from runtime.errors import ConfigError
 from runtime.source import Entry, Key, KeyPath, near_match
 
@@ -57,14 +57,27 @@ def read_run(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     return Loaded(_convert(tree, RunConfig), tree)
 
 
-def load_site(name_or_path: str) -> SiteConfig:
-    """The site called so (configs/site/<name>.yaml, here or beside the source), or the one in a file."""
+def load_site(name_or_path: str, overrides: Sequence[str] = ()) -> SiteConfig:
+    """The site called so (configs/site/<name>.yaml, here or beside the source), or the one in a file.
+
+    Args:
+        overrides: as for a run. A key of the section `slurm` may be written without it: partition=debug.
+    """
+    tree = source.read(_site_file(name_or_path))
+    inner = {f.name for f in msgspec.structs.fields(Slurm)}
+    for override in overrides:
+        short = re.split(r"[.=]", override, maxsplit=1)[0] in inner
+        tree = source.override(tree, f"slurm.{override}" if short else override)
+    return _convert(tree, SiteConfig)
+
+
+def _site_file(name_or_path: str) -> Path:
     if "/" in name_or_path or name_or_path.endswith((".yaml", ".yml")):
-        return _convert(source.read(Path(name_or_path)), SiteConfig)
+        return Path(name_or_path)
     folders = [SITE_DIR, Path(__file__).parents[1] / SITE_DIR]
     for folder in folders:
         if (folder / f"{name_or_path}.yaml").is_file():
-            return _convert(source.read(folder / f"{name_or_path}.yaml"), SiteConfig)
+            return folder / f"{name_or_path}.yaml"
     known = sorted({p.stem for folder in folders for p in folder.glob("*.yaml")})
     fix = f"{near_match(name_or_path, known)}known sites: {', '.join(known) or 'none'}; or give the path of a site file"
     raise ConfigError("site", f"no site named {name_or_path!r}", fix)

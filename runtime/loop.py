@@ -25,6 +25,8 @@ from runtime.types import Batch, Completion, Group, Lease, RunState
 logger = logging.getLogger("loop")
 
 POLL_S = 0.2
+TRAIN_POLL_S = 0.005
+"""While trainer ranks train: their answer comes another way than what is waited for, so it is asked for often."""
 MAX_DROPPED_BATCHES = 10
 """Batches' worth of groups that may be dropped in a row: sampling on for ever would look like work."""
 
@@ -98,6 +100,8 @@ class Loop:
     """Token ids -> text, for samples/."""
     stop: Callable[[], str]
     """Why the run must end early; empty: go on."""
+    finished: int = 0
+    """Groups that agents finished in this attempt."""
     dropped: int = 0
     """Groups dropped since one was kept."""
 
@@ -137,14 +141,14 @@ class Loop:
         self.phase("rollout")
         last = time.monotonic()
         while not self.stop():
-            before = self.buffer.running()
-            self.feed()
+            before = self.finished
+            self.feed(POLL_S)
             if groups := self.buffer.take(self.rules.num_prompts, self.progress.step):
                 return groups
-            last = self.check_progress(self.buffer.running() != before, last)
+            last = self.check_progress(self.finished != before, last)
         return None
 
-    def feed(self) -> bool:
+    def feed(self, wait_s: float) -> bool:
         """Lease what the bound allows, collect what is finished; True while anything runs or may start."""
         at, rules = self.progress, self.rules
         batches = min(at.version + rules.max_versions + 1, rules.num_steps) - at.taken
@@ -154,11 +158,12 @@ class Loop:
             leases = self.buffer.leases(room, at.version)
             self.recorder.leased(leases, at.step, first_new)
             self.fleet.lease(leases)
-        self.absorb(POLL_S)
+        self.absorb(wait_s)
         return self.buffer.running() > 0 or self.buffer.open() < allowed
 
     def absorb(self, timeout_s: float) -> None:
         for finished in self.fleet.poll(timeout_s):
+            self.finished += 1
             group = finished.group
             if finished.purpose == "eval":
                 self.evaluation.add(group)
@@ -208,9 +213,9 @@ class Loop:
         deadline = time.monotonic() + self.rules.train_s
         while (metrics := self.learner.training()) is None:
             if self.rules.max_versions:
-                self.feed()
+                self.feed(TRAIN_POLL_S)
             else:
-                self.absorb(0.001)
+                self.absorb(TRAIN_POLL_S)
             if time.monotonic() > deadline:
                 raise WaitTimeout(f"controller waited {self.rules.train_s:.0f} s for trainer ranks to train a batch")
         if self.rules.lockstep:
@@ -225,12 +230,12 @@ class Loop:
                 starts again from its checkpoint, which gives the same bits as if nothing had happened.
         """
         last = time.monotonic()
-        before = self.buffer.running()
-        while self.feed():
+        before = self.finished
+        while self.feed(POLL_S):
             if fresh := self.fleet.fresh():
                 raise EngineLost(f"engines {sorted(fresh)} were lost while version {self.progress.version} was ending")
-            last = self.check_progress(self.buffer.running() != before, last)
-            before = self.buffer.running()
+            last = self.check_progress(self.finished != before, last)
+            before = self.finished
 
     def publish(self, engines: set[int]) -> None:
         self.phase("push")

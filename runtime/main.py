@@ -14,7 +14,7 @@ import os
 import sys
 from pathlib import Path
 
-from runtime import log
+from runtime import device, log
 from runtime.errors import EXIT_CODES
 from runtime.rank import Guard, Rank, Stop, rank_of
 
@@ -25,6 +25,7 @@ def main() -> int:
     parser.add_argument("--attempt", type=int, required=True)
     arguments = parser.parse_args()
     os.umask(0o077)
+    device.normalise(os.environ)
     number = rank_of(os.environ)
     guard = Guard(arguments.run_dir / "attempts" / str(arguments.attempt), number)
     guard.watch_threads()
@@ -41,6 +42,9 @@ def _be(rank: Rank, guard: Guard, stop: Stop) -> str:
     """Be the rank; why the run ended early, or ""."""
     log.set_up(rank.slot.rank, rank.role)
     guard.role = rank.role
+    if rank.slot.role == "agent":
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # agents compute little
+    rank.check_place()
     from runtime import roles  # after logging is set up; it brings the heavy imports
 
     if rank.slot.rank == rank.topology.controller:

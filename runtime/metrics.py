@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 from tensorboard.summary import Writer
 
+from runtime.batching import trained_samples
 from runtime.errors import SluiceError
 from runtime.types import Group, Lease, Sample
 
@@ -124,9 +125,10 @@ class Recorder:
     def trained(self, groups: Sequence[Group], step: int, version: int) -> None:
         """One line a sample: trained, or excluded with the reason."""
         now = round(time.time(), 3)
+        trained = {id(s) for group in groups for s in trained_samples(group)}
         self._events.write_all(
             {
-                "kind": "trained" if s.trainable and s.reward is not None else "excluded",
+                "kind": "trained" if id(s) in trained else "excluded",
                 "step": step,
                 "version": version,
                 "lease": group.lease,

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from runtime import report, topology
+from runtime import device, report, topology
+from runtime.comm.network import address_of, fabric_interface
 from runtime.config import RunConfig, SiteConfig
-from runtime.errors import EXIT_CODES
+from runtime.errors import EXIT_CODES, ConfigError
 from runtime.load import load_run, load_site
 from runtime.topology import RankSlot, Topology
 
@@ -22,21 +24,28 @@ RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID
 
 
 class Stop:
-    """Why the run must end early; empty: go on. Set by signals: SIGTERM is a preemption, SIGUSR2 the walltime."""
+    """Why the run must end early; empty: go on.
+
+    The supervisor sends SIGUSR1 to stop and SIGUSR2 near the end of the walltime. SIGTERM comes from the scheduler, for
+    a preemption or because a peer died: `is_sure` is False until somebody finds out which.
+    """
 
     def __init__(self) -> None:
         self._reason = ""
+        self.is_sure = True
 
     def __call__(self) -> str:
         return self._reason
 
     def listen(self) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the launcher's to pass on
-        for number, reason in ((signal.SIGTERM, "preempted"), (signal.SIGUSR2, "timeout")):
-            signal.signal(number, lambda _number, _frame, reason=reason: self._set(reason))
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, lambda number, _frame: self._set(signal.Signals(number)))
 
-    def _set(self, reason: str) -> None:
-        self._reason = self._reason or reason
+    def _set(self, number: signal.Signals) -> None:
+        if not self._reason:
+            self._reason = "timeout" if number == signal.SIGUSR2 else "preempted"
+            self.is_sure = number != signal.SIGTERM
 
 
 class Rank:
@@ -47,9 +56,46 @@ class Rank:
         self.attempt_dir = run_dir / "attempts" / str(attempt)
         self.config: RunConfig = load_run(run_dir / "config.yaml")
         self.site: SiteConfig = load_site(str(run_dir / "site.yaml"))
-        nodes = [f"local-{i}" for i in range(topology.num_nodes(self.config.cluster))]
-        self.topology: Topology = topology.make(self.config.cluster, self.config.rollout, self.site, nodes)
+        self.topology: Topology = topology.load(run_dir / "topology.json")
+        if number >= self.topology.world_size:
+            raise ConfigError(
+                "MPI world",
+                f"this is rank {number}, but the topology has {self.topology.world_size} ranks",
+                "start as many ranks as `plan` prints",
+            )
         self.slot: RankSlot = self.topology.ranks[number]
+        own = self.topology.nodes[self.slot.node]
+        others = [node for node in self.topology.nodes if node != own and self.site.scheduler != "local"]
+        self.interface = fabric_interface(self.site.fabric_interface, own, others)
+        """Network interface whose address peers are told."""
+
+    def check_place(self) -> None:
+        """What this rank can check before it loads anything; says where it landed.
+
+        Raises:
+            ConfigError: it sees other GPUs than its node was to have.
+        """
+        node, wanted = self.topology.nodes[self.slot.node], self.site.gpus_per_node
+        seen = device.num_visible(os.environ)
+        shown = " ".join(f"{name}={os.environ[name]}" for name in device.VARIABLES if name in os.environ)
+        logger.info(
+            "rank %d of %d, %s, local rank %d on %s (host %s), fabric %s %s, %s",
+            self.slot.rank,
+            self.topology.world_size,
+            self.role,
+            self.slot.local_rank,
+            node,
+            socket.gethostname(),
+            self.interface,
+            address_of(self.interface),
+            shown or "no list of visible GPUs",
+        )
+        if wanted and seen is not None and seen != wanted:
+            raise ConfigError(
+                "site: gpus_per_node",
+                f"{wanted}, but rank {self.slot.rank} on {node} sees {seen} ({shown})",
+                "ask for GPUs by the node, not by the task; slurm.gpu_request and slurm.srun_args say how",
+            )
 
     @property
     def role(self) -> str:

@@ -10,6 +10,7 @@ import os
 import secrets
 import threading
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from runtime import device, plugins, report
@@ -28,6 +29,8 @@ from runtime.rollout.process import Spawner
 from runtime.rollout.scoring import RewardPool
 
 TOKEN_BYTES = 32
+ROLL_CALL_S = 3.0
+"""Every rank's mailbox says each second that it is there."""
 ORDER_MARGIN_S = 10.0
 """An engine that says why it failed is given so long to say it, before its agent gives it up; the controller waits
 longer still (publish.MARGIN_S)."""
@@ -41,7 +44,7 @@ def run_controller(rank: Rank, guard: Guard, stop: Stop) -> str:
     controller = Controller(config, rank.run_dir, rank.topology, rank.attempt)
     world = _join(rank, guard)
     token = secrets.token_bytes(TOKEN_BYTES)
-    host = address_of(rank.site.fabric_interface)
+    host = address_of(rank.interface)
     mailbox = MailboxServer(host, token, config.limits.heartbeat_s)
     stack.callback(mailbox.close)
     bootstrap = Bootstrap(
@@ -56,7 +59,7 @@ def run_controller(rank: Rank, guard: Guard, stop: Stop) -> str:
     beside = threading.Thread(target=before.be_agent, args=(own,), name="agent", daemon=True)
     beside.start()
     mailbox.expect((r.rank for r in rank.topology.ranks), config.limits.start_s)
-    reason = controller.run(world, mailbox, stop)
+    reason = controller.run(world, mailbox, partial(_why_stop, stop, mailbox))
     beside.join(config.limits.stop_s)
     report.write(
         rank.attempt_dir,
@@ -65,6 +68,18 @@ def run_controller(rank: Rank, guard: Guard, stop: Stop) -> str:
     world.close(config.limits.stop_s)
     stack.close()
     return reason
+
+
+def _why_stop(stop: Stop, mailbox: MailboxServer) -> str:
+    """The stop order, once it is known what a SIGTERM meant: all peers are there in a preemption.
+
+    Raises:
+        PeerLost: one is not, so the scheduler is ending its step.
+    """
+    if stop() and not stop.is_sure:
+        mailbox.roll_call(ROLL_CALL_S)
+        stop.is_sure = True
+    return stop()
 
 
 def run_agent(rank: Rank, guard: Guard) -> str:
@@ -94,12 +109,12 @@ def run_trainer(rank: Rank, guard: Guard) -> str:
     mailbox = _connect(rank, bootstrap)
     stack.callback(mailbox.close)
     world.watch = mailbox.check
-    host = address_of(rank.site.fabric_interface)
-    where = group.device_of(rank.slot.device)
+    host = address_of(rank.interface)
+    where = group.device_of(None if rank.site.pretend_gpus else rank.slot.device)
     own = rank.topology.trainers.index(rank.slot.rank)
     if (size := len(rank.topology.trainers)) > 1:
-        backend, interface = device.backend(where), rank.site.fabric_interface
-        group.start(world, own, size, backend=backend, interface=interface, timeout_s=limits.start_s)
+        backend = device.backend(where)
+        group.start(world, own, size, backend=backend, interface=rank.interface, timeout_s=limits.start_s)
     trainer = FsdpTrainer(
         Path(config.models.policy.path),
         config.trainer,
@@ -164,7 +179,7 @@ class _BeforeMpi:
             wait_s=config.limits.rollout_s,
             engines=_engine_starts(rank),
             engine=EngineSettings(
-                host=address_of(rank.site.fabric_interface),
+                host=address_of(rank.interface),
                 log_dir=str(rank.attempt_dir),
                 token_file=str(_engine_token(rank)),
                 dtype=config.trainer.precision,
@@ -203,12 +218,13 @@ def _connect(rank: Rank, bootstrap: Bootstrap) -> MailboxClient:
 
 def _engine_starts(rank: Rank) -> tuple[EngineStart, ...]:
     environment = {**os.environ, **rank.site.env}
+    platform = device.pretended(environment) if rank.site.pretend_gpus else device.platform()
     return tuple(
         EngineStart(
             id=slot.id,
             model=slot.model,
             path=rank.config.models.policy.path,
-            env=device.visible(slot.gpus, environment, device.platform() if slot.gpus else "cpu"),
+            env=device.visible(slot.gpus, environment, platform if slot.gpus else "cpu"),
         )
         for slot in rank.topology.engines_of(rank.slot.node)
     )

@@ -13,6 +13,7 @@ controller. In split mode engines stand on rollout nodes; colocated, on the trai
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -66,6 +67,11 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
     def engines_of(self, node: int) -> tuple[EngineSlot, ...]:
         """The engines that the agent of this node starts."""
         return tuple(e for e in self.engines if e.nodes[0] == node)
+
+
+def load(file: Path) -> Topology:
+    """The topology that the supervisor wrote for this attempt."""
+    return msgspec.json.decode(file.read_bytes(), type=Topology)
 
 
 def num_nodes(cluster: Cluster) -> int:

@@ -273,6 +273,22 @@ class MailboxServer(_Mailbox):
                 missing = ", ".join(_name(rank) for rank in sorted(wanted - self._routes.keys()))
                 raise WaitTimeout(f"the controller waited {timeout_s:g} s for {missing} to connect to {self.endpoint}")
 
+    def roll_call(self, timeout_s: float) -> None:
+        """Wait until every member has been heard of anew; each beats once a second by itself.
+
+        Raises:
+            PeerLost: names those that were not.
+        """
+        called = time.monotonic()
+
+        def missing() -> list[int]:
+            return [r for r in self._routes.keys() - self._left if self._links[r].last_heard <= called]
+
+        with self._changed:
+            if not self._changed.wait_for(lambda: not missing(), timeout_s):
+                names = ", ".join(_name(rank) for rank in sorted(missing()))
+                raise PeerLost(f"told to stop, and {timeout_s:g} s later nothing had been heard of {names}")
+
     def forget(self, rank: int) -> None:
         """A rank leaves when it likes: from now on its silence is no loss."""
         with self._changed:

@@ -7,6 +7,8 @@ waited for whom.
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -35,6 +37,7 @@ _SHORTEST_NAP_S: Final = 50e-6
 _LONGEST_NAP_S: Final = 5e-3
 _NAP_SHARE: Final = 1 / 8
 """A nap's share of the wait so far. Naps that double make two ranks that answer each other lull each other to sleep."""
+_HOST_BYTES: Final = 256
 _HEADER_TAG: Final = 1
 _BODY_TAG: Final = 2
 
@@ -78,6 +81,7 @@ class World:
             ConfigError: world size, ranks on this host or local rank are not the topology's.
             WaitTimeout: not all ranks arrived.
         """
+        _check_launcher(os.environ)
         MPI.Init_thread(MPI.THREAD_SERIALIZED)
         _check_size(topology)
         _arrive(timeout_s)  # after it what follows does not wait for anybody
@@ -230,14 +234,22 @@ def _library() -> str:
     return " ".join(first.split()).strip("\0 ")
 
 
+_PAIRS: Final = "MPICH wants slurm.mpi: pmi2, OpenMPI slurm.mpi: pmix, Cray MPICH the site's default (empty)"
+
+
+def _check_launcher(environment: Mapping[str, str]) -> None:
+    """OpenMPI aborts in MPI_Init where srun does not speak PMIx; MPICH there makes worlds of size 1, seen after it."""
+    if "SLURM_STEP_ID" in environment and MPI.get_vendor()[0] == "Open MPI" and "PMIX_NAMESPACE" not in environment:
+        raise ConfigError("site: slurm.mpi", f"srun does not speak PMIx, which {_library()} needs", _PAIRS)
+
+
 def _check_size(topology: Topology) -> None:
     world = MPI.COMM_WORLD
     if world.size != topology.world_size:
         raise ConfigError(
             "MPI world",
             f"{world.size} ranks, but the topology has {topology.world_size} (seen by rank {world.rank}, {_library()})",
-            "start as many ranks as `plan` prints; many worlds of size 1 mean that MPI and the launcher speak "
-            "different PMIs: MPICH wants --mpi=pmi2, OpenMPI --mpi=pmix, Cray MPICH the site's default",
+            "many worlds of size 1 mean that MPI and the launcher speak different PMIs: " + _PAIRS,
         )
 
 
@@ -252,10 +264,13 @@ def _arrive(timeout_s: float) -> None:
 
 
 def _check_place(topology: Topology, world: MPI.Comm, hosts_are_nodes: bool) -> None:
+    # Host names, not MPI's own idea of who shares memory: MPICH under Slurm may take every rank for alone on its node.
     slot = topology.ranks[world.rank]
-    host = world.Split_type(MPI.COMM_TYPE_SHARED, world.rank)
-    found = (host.size, host.rank)
-    host.Free()
+    names = np.zeros((world.size, _HOST_BYTES), np.uint8)
+    own = np.frombuffer(socket.gethostname().encode()[:_HOST_BYTES].ljust(_HOST_BYTES, b"\0"), np.uint8)
+    world.Allgather(own, names)
+    here = [rank for rank in range(world.size) if np.array_equal(names[rank], own)]
+    found = (len(here), here.index(world.rank))
     if hosts_are_nodes:
         expected = (sum(r.node == slot.node for r in topology.ranks), slot.local_rank)
     else:
@@ -263,7 +278,7 @@ def _check_place(topology: Topology, world: MPI.Comm, hosts_are_nodes: bool) -> 
     if found != expected:
         raise ConfigError(
             "MPI world",
-            f"rank {slot.rank} is {found[1]} of {found[0]} ranks on host {MPI.Get_processor_name()}, but the topology "
+            f"rank {slot.rank} is {found[1]} of {found[0]} ranks on host {socket.gethostname()}, but the topology "
             f"makes it {expected[1]} of {expected[0]} on node {topology.nodes[slot.node]} ({_library()})",
             "start ranks in the order `plan` prints, node by node; check the srun flags --ntasks and --distribution",
         )

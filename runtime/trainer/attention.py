@@ -26,7 +26,9 @@ from runtime.trainer.prefixes import Prefixes
 NAME: Final = "sluice_packed"
 """What the function below is registered as; a model is loaded with this `attn_implementation`."""
 
-_GROUPED: Final = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+_GROUPED: Final[dict[str, Any]] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
 """What lets several query heads share a key head; up to torch 2.11 the kernel takes that as it is."""
 
 MAX_WASTE: Final = 1.25

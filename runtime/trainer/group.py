@@ -32,11 +32,11 @@ def start(world: World, rank: int, size: int, *, backend: str, interface: str, t
 
     Args:
         rank, size: among the trainer ranks.
-        interface: network interface peers use; empty: loopback.
+        interface: network interface peers use.
     """
     # Without it gloo and NCCL pick a device by host name, which on many clusters is another network's.
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(name, interface or "lo")
+        os.environ.setdefault(name, interface)
     address, store = None, None
     if rank == 0:
         host = address_of(interface)

@@ -51,6 +51,8 @@ def refused(capsys, *argv: str) -> str:
         ("site=locl", ["'locl'", "did you mean 'local'"]),
         ("data.0.path=trian.jsonl", ["data.0.path", "trian.jsonl", "did you mean 'train.jsonl'"]),
         ("models.policy.path=nowhere", ["models.policy.path", "nowhere", "does not exist"]),
+        ("models.policy.path=Qwen/Qwen3-8B", ["models.policy.path", "does not exist", "hf download Qwen/Qwen3-8B"]),
+        ("runs_dir=/dev/null/runs", ["runs_dir", "/dev/null is not a folder", "choose a folder"]),
         ("models.policy.path=run.yaml", ["models.policy.path", "is a file, not a folder"]),
         ("trainer.optimizer.beta1=1.0", ["trainer.optimizer.beta1", "1.0"]),
         ("sync.timeout_s=.inf", ["sync.timeout_s", "inf"]),

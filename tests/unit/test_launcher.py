@@ -1,6 +1,7 @@
 """The command line: start-up, what each command prints, and one whole detached submit."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from launcher import cli, plan, processes, progress, runs
 from launcher.show import ADVICE
-from runtime import topology
+from launcher.states import States
 from runtime.config import SiteConfig
 from runtime.errors import EXIT_CODES, ConfigError, ReportKind
 from runtime.load import load_run
@@ -96,7 +97,7 @@ def run(here):
     """A run that ended after three of its four steps."""
     config = load_run("run.yaml")
     where = SiteConfig(name="local")
-    folder = runs.create(config, where, topology.make(config.cluster, config.rollout, where, plan.local_nodes(config)))
+    folder = runs.create(config, where)
     lines = [{"step": 0, "eval/held/accuracy": 0.25, "time": time.time()}]
     for step in (1, 2, 3):
         numbers = {"step": step, "version": step, "reward": step / 4, "samples_per_s": 9.5, "tokens_per_s": 99.0}
@@ -145,16 +146,12 @@ def test_runs_are_found_by_folder_name_and_id(run, capsys):
         runs.find("other", root)
     with pytest.raises(ConfigError, match="there are no runs"):
         runs.find("", Path("elsewhere"))
-    other = runs.create(msgspec.structs.replace(load_run("run.yaml"), name="tiger"), SiteConfig(name="x"), _empty())
+    other = runs.create(msgspec.structs.replace(load_run("run.yaml"), name="tiger"), SiteConfig(name="x"))
     assert runs.find("", root) == other, "the newest"
     assert runs.find("tiny", root) == run
     with pytest.raises(ConfigError, match="give more of the name"):
         runs.find("ti", root)
     assert cli.main(["status", "none"]) == 2
-
-
-def _empty() -> topology.Topology:
-    return topology.Topology(nodes=(), ranks=(), engines=())
 
 
 def test_logs(run, capsys):
@@ -215,12 +212,12 @@ def test_resume_refuses_a_run_under_way(run, capsys):
 
 def test_a_queued_run_that_never_starts_counts_as_died(run):
     runs.write_status(run, runs.Status(state="queued"))
-    assert runs.state(run) == "queued"
-    assert runs.state(run, start_limit_s=0.0) == "died"
+    assert States().of(run) == "queued"
+    assert runs.local_state(runs.read_status(run), start_limit_s=0.0) == "died"
 
 
 def test_plain_view_has_one_line_a_step(run, capsys):
-    assert progress.follow(run, 4, progress.PlainView()) == "ended"
+    assert progress.follow(run, 4, progress.PlainView(), States()) == "ended"
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == ["step", "reward", "held-out", "samples/s", "tokens/s", "lag", "time", "left"]
     assert lines[1] == ["1/4", "0.250", "0.250", "9.5", "99", "0.00", "6s"]
@@ -230,7 +227,7 @@ def test_plain_view_has_one_line_a_step(run, capsys):
 
 def test_terminal_view_draws(run, capsys):
     with progress.open_view(terminal=True) as view:
-        assert progress.follow(run, 4, view) == "ended"
+        assert progress.follow(run, 4, view, States()) == "ended"
     out = capsys.readouterr().out
     assert "held-out" in out and "3/4" in out and "ended, attempt 1" in out
 
@@ -259,9 +256,16 @@ def test_durations(seconds, text):
 
 
 def start(*argv: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-u", "-m", "launcher", "submit", "run.yaml", *argv]
+    command = [sys.executable, "-u", "-m", "launcher", "submit", "run.yaml", "--set", "limits.stop_s=3", *argv]
     env = plan.clean_env({"PATH": "/usr/bin:/bin"}, {"PYTHONPATH": str(ROOT)})
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def hold() -> None:
+    """Let ranks wait for ever where they load the tokenizer, before they find out that it is none."""
+    file = Path("model/tokenizer.json")
+    file.unlink()
+    os.mkfifo(file)
 
 
 def wait_for_world(limit_s: float = 60.0) -> tuple[Path, list[int]]:
@@ -272,6 +276,7 @@ def wait_for_world(limit_s: float = 60.0) -> tuple[Path, list[int]]:
             pid = runs.read_status(folder).pid
             family = processes.descendants(pid) if pid else []
             if len(family) > 2:
+                hold()
                 return folder, [pid, *family]
         time.sleep(0.05)
     raise AssertionError(f"no world after {limit_s} s")
@@ -285,7 +290,7 @@ def test_a_detached_run_outlives_its_shell_until_it_is_cancelled(here, capsys):
     assert f"run folder: {folder}" in out
     assert (folder / "job/id").read_text().isdigit()
     assert cli.main(["cancel"]) == 0
-    assert runs.state(folder) == "cancelled"
+    assert States().of(folder) == "cancelled"
     assert runs.read_report(folder, 0) is not None
     assert not [pid for pid in family[1:] if processes.started(pid)]
     assert cli.main(["status"]) == 0

@@ -231,7 +231,7 @@ def test_waiting_for_groups_is_bounded_and_says_for_whom(tmp_path):
     loop = make_loop(tmp_path / "run", np.random.default_rng(0), rollout_s=-1.0)
     loop.fleet.poll = lambda timeout_s: []
     loop.publish({0})
-    loop.feed()
+    loop.feed(0.0)
     with pytest.raises(WaitTimeout, match="6 running, engines up"):
         loop.gather()
 
@@ -262,7 +262,7 @@ def test_what_was_sampled_since_a_checkpoint_of_the_same_step_is_saved(tmp_path)
     loop.publish({0})
     loop.save()
     while loop.buffer.open() == loop.buffer.running():
-        loop.feed()
+        loop.feed(0.0)
     loop.save()
     ready = len(loop.buffer.snapshot({})[0])
     loop.recorder.close()

@@ -1,6 +1,7 @@
 """The supervisor over a stand-in world: which ends are restarted, what signals do, and that nothing is left."""
 
 import fcntl
+import mmap
 import signal
 import subprocess
 import sys
@@ -11,7 +12,6 @@ import pytest
 
 from launcher import cli, commands, plan, processes, runs, verdict
 from launcher.plan import Machine
-from runtime import topology
 from runtime.config import SiteConfig
 from runtime.load import load_run
 from tests.unit.inputs import write_inputs
@@ -25,8 +25,11 @@ def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load_run(write_inputs(tmp_path))
     site = SiteConfig(name="local")
-    world = topology.make(config.cluster, config.rollout, site, plan.local_nodes(config))
-    return runs.create(config, site, world)
+    return runs.create(config, site)
+
+
+def state(run: Path) -> str:
+    return runs.local_state(runs.read_status(run))
 
 
 def supervise(run: Path, *parts: str) -> subprocess.Popen[str]:
@@ -54,7 +57,7 @@ def below(pid: int) -> list[int]:
 
 def test_done(run):
     assert finish(supervise(run, "steps")) == "done"
-    assert runs.state(run) == "ended"
+    assert state(run) == "ended"
     assert runs.last_attempt(run) == 0
     assert (run / "attempts/0/config.yaml").read_text() == (run / "config.yaml").read_text()
     assert (run / "reward.png").stat().st_size > 1000
@@ -69,7 +72,7 @@ def test_lost_peers_are_restarted_until_done(run):
 def test_restarts_end_without_progress(run):
     assert finish(supervise(run, "engine_lost")) == "engine_lost"
     assert runs.last_attempt(run) == 2, "the first attempt and limits.attempts more"
-    assert runs.state(run) == "failed"
+    assert state(run) == "failed"
     assert "gave up" in (run / "supervisor.log").read_text()
 
 
@@ -82,7 +85,7 @@ def test_a_new_step_gives_new_attempts(run):
 def test_other_ends_are_final(run, kind):
     assert finish(supervise(run, kind)) == kind
     assert runs.last_attempt(run) == 0
-    assert runs.state(run) == ("ended" if kind == "preempted" else "failed")
+    assert state(run) == ("ended" if kind == "preempted" else "failed")
 
 
 def test_a_world_without_a_report_gets_one(run):
@@ -100,22 +103,22 @@ def test_a_world_that_hangs_after_its_report_is_killed(run):
 
 def test_cancel_lets_the_world_save(run, capsys):
     child = supervise(run, "saves")
-    wait_for(lambda: runs.state(run) == "running", "the world to run")
+    wait_for(lambda: state(run) == "running", "the world to run")
     assert cli.main(["cancel", str(run)]) == 0
     assert finish(child) == "preempted"
-    assert runs.state(run) == "cancelled"
+    assert state(run) == "cancelled"
     assert "resume" in capsys.readouterr().out
     assert cli.main(["cancel", str(run)]) == 0, "a second cancel finds nothing to do"
 
 
 def test_a_second_signal_kills_a_world_that_hangs(run):
     child = supervise(run, "hangs")
-    wait_for(lambda: runs.state(run) == "running", "the world to run")
+    wait_for(lambda: state(run) == "running", "the world to run")
     family = below(child.pid)
     assert len(family) == 2
-    commands.ask_to_stop(run)
-    wait_for(lambda: runs.state(run) == "ending", "the supervisor to pass the signal on")
-    commands.ask_to_stop(run)
+    commands.ask_to_stop(run, state(run))
+    wait_for(lambda: state(run) == "ending", "the supervisor to pass the signal on")
+    commands.ask_to_stop(run, state(run))
     assert finish(child) == "preempted"
     assert "killed" in runs.read_report(run, 0).message
     assert not [pid for pid in family if processes.started(pid)]
@@ -125,10 +128,10 @@ def test_cancel_kills_when_the_world_does_not_stop_in_time(run):
     config = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(config.replace("stop_s: 20.0", "stop_s: 0.5"))
     child = supervise(run, "hangs")
-    wait_for(lambda: runs.state(run) == "running", "the world to run")
+    wait_for(lambda: state(run) == "running", "the world to run")
     assert cli.main(["cancel", str(run)]) == 0
     assert finish(child) == "preempted"
-    assert runs.state(run) == "cancelled"
+    assert state(run) == "cancelled"
 
 
 def test_death_of_the_supervisor_takes_the_world_down(run, capsys):
@@ -139,12 +142,12 @@ def test_death_of_the_supervisor_takes_the_world_down(run, capsys):
     child.wait()
     wait_for(lambda: not any(processes.started(pid) for pid in family), "the world to end", limit_s=5)
     assert runs.read_status(run).state == "starting", "it had no time to say so"
-    assert runs.state(run) == "died"
+    assert state(run) == "died"
     assert cli.main(["status", str(run)]) == 0
     out = capsys.readouterr().out
     assert "died" in out and "resume" in out
     assert cli.main(["cancel", str(run)]) == 0
-    assert runs.state(run) == "cancelled"
+    assert state(run) == "cancelled"
 
 
 def test_a_killed_rank_ends_the_world_and_the_next_attempt_starts(run):
@@ -156,7 +159,7 @@ def test_a_killed_rank_ends_the_world_and_the_next_attempt_starts(run):
 
 def test_two_supervisors_never_share_a_run(run):
     first = supervise(run, "saves")
-    wait_for(lambda: runs.state(run) == "running", "the first supervisor")
+    wait_for(lambda: state(run) == "running", "the first supervisor")
     with (run / "supervisor.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         second = subprocess.run([sys.executable, "-m", "tests.unit.world", "main", str(run)], cwd=ROOT, timeout=60)
@@ -220,10 +223,9 @@ def test_the_command_covers_every_rank_once_and_gives_each_node_its_gpus(tmp_pat
     planned = plan.make(config, site, Path("/a%b/run"), 7, machine)
     sections = " ".join(planned.command).split(" : ")
     counts = [int(section.split("-n ")[1].split()[0]) for section in sections]
-    assert counts == [1, 2, 1, 1] and sum(counts) == planned.topology.world_size
+    assert counts == [3, 1, 1] and sum(counts) == planned.topology.world_size
     masks = [section.split("CUDA_VISIBLE_DEVICES ")[1].split()[0] for section in sections]
-    assert masks == ["1,3", "1,3", "4,5", "6,7"]
-    assert ["OMP_NUM_THREADS 1" in section for section in sections] == [True, False, True, True]
+    assert masks == ["1,3", "4,5", "6,7"]
     assert all("-m mpi4py -m runtime.main --run-dir /a%b/run --attempt 7" in section for section in sections)
     assert "/a%%b/run/attempts/7/rank-%r.log" in sections[0]
     assert planned.env["NCCL_DEBUG"] == "WARN" and planned.env["HF_HUB_OFFLINE"] == "1"
@@ -259,3 +261,12 @@ def test_a_process_is_known_by_pid_and_start():
     wait_for(lambda: processes.started(child.pid) == 0, "a zombie to count as gone")
     child.communicate()
     assert not processes.signal_process(child.pid, signal.SIGKILL)
+
+
+def test_shared_memory_that_nobody_maps_is_deleted(tmp_path):
+    for name in ("mpich_shm_dead_0", "mpich_shm_alive_0", "other"):
+        (tmp_path / name).write_bytes(b"x" * 4096)
+    with (tmp_path / "mpich_shm_alive_0").open("r+b") as file, mmap.mmap(file.fileno(), 4096):
+        assert processes.remove_stale_shared_memory(tmp_path) == []  # too young
+        assert processes.remove_stale_shared_memory(tmp_path, min_age_s=-1.0) == ["mpich_shm_dead_0"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["mpich_shm_alive_0", "other"]

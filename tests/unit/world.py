@@ -12,27 +12,39 @@ import sys
 import time
 from pathlib import Path
 
-from launcher import plan, site
+import msgspec
+
+from launcher import site
+from launcher.job import LocalJob
+from launcher.plan import JobPlan
 from launcher.supervisor import Supervisor, main, open_log
 from runtime.errors import EXIT_CODES
-from runtime.load import load_run
+from runtime.load import load_run, load_site
 
 SLEEPER = [sys.executable, "-S", "-c", "import time; time.sleep(100)"]
 SUICIDE = "import os, sys, time; os.environ['PMI_RANK'] == '1' and os.kill(os.getpid(), 9); time.sleep(100)"
 
 
-def supervise(run: Path, parts: list[str]) -> None:
-    def world(attempt: int):
-        part = parts[min(attempt, len(parts) - 1)]
+class StandIn(LocalJob):
+    """Attempt n plays the n-th part."""
+
+    def __init__(self, run: Path, parts: list[str]) -> None:
+        super().__init__(run, load_run(run / "config.yaml"), load_site(str(run / "site.yaml")), dict(os.environ))
+        self._parts = parts
+
+    def plan(self, attempt: int) -> JobPlan:
+        part = self._parts[min(attempt, len(self._parts) - 1)]
+        command = [sys.executable, "-m", "tests.unit.world", "play", str(self._run), str(attempt), part]
         if part.startswith("mpiexec"):
             rank = SLEEPER if part == "mpiexec_sleeps" else [sys.executable, "-S", "-c", SUICIDE]
             where = ["-hosts", "localhost", "-launcher", "fork", "-rmk", "user", "-print-all-exitcodes"]
-            return [site.find_mpiexec(), *where, "-n", "3", *rank], plan.clean_env(os.environ, {})
-        command = [sys.executable, "-m", "tests.unit.world", "play", str(run), str(attempt), part]
-        return command, plan.clean_env(os.environ, {})
+            command = [site.find_mpiexec(), *where, "-n", "3", *rank]
+        return msgspec.structs.replace(super().plan(attempt), command=tuple(command))
 
+
+def supervise(run: Path, parts: list[str]) -> None:
     open_log(run)
-    report = Supervisor(run, world, load_run(run / "config.yaml").limits).run()
+    report = Supervisor(run, StandIn(run, parts), load_run(run / "config.yaml").limits).run()
     print(report.kind)
 
 

@@ -1,0 +1,179 @@
+"""What a supervisor does differently under each scheduler: its nodes, its world, how it passes orders on, what follows.
+
+mpiexec passes SIGTERM on to every rank; its death ends them.
+srun passes SIGUSR1 and SIGUSR2 on to every rank; SIGTERM makes it kill the whole step.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, Literal, Protocol
+
+import msgspec
+
+from launcher import plan, runs, site, slurm
+from launcher.plan import JobPlan
+from launcher.runs import Report
+from runtime.config import RunConfig, SiteConfig
+
+RESTARTED: Final = ("peer_lost", "engine_lost", "node_failed")
+"""Reports after which the same nodes are tried again."""
+INTERRUPTED: Final = ("preempted", "timeout")
+
+KILL_LIMIT_S: Final = 15.0
+"""For srun to see the end of a step it was told to kill."""
+
+Order = Literal["stop", "timeout"]
+Next = Literal["end", "restart", "queued"]
+"""queued: the run goes on in a further job, which Slurm has been given."""
+
+log = logging.getLogger("supervisor")
+
+
+class Outlook(msgspec.Struct, frozen=True, kw_only=True):
+    """What follows an attempt, and why if the scheduler had a say."""
+
+    next: Next
+    cancelled: bool = False
+    """Somebody cancelled the job."""
+    reason: str = ""
+
+
+class Job(Protocol):
+    number: str
+    """The scheduler's; empty: there is none."""
+
+    def plan(self, attempt: int) -> JobPlan:
+        """What the next attempt starts; its environment is whole."""
+        ...
+
+    def tell(self, world: subprocess.Popen[bytes], order: Order) -> None:
+        """Let every rank hear a stop order."""
+        ...
+
+    def kill(self, world: subprocess.Popen[bytes]) -> None:
+        """End every rank; returns when that is done."""
+        ...
+
+    def outlook(self, report: Report, cancelled: bool) -> Outlook:
+        """What follows an attempt that ended so."""
+        ...
+
+    def again(self) -> bool:
+        """Get a further job for the run; False: that is not possible."""
+        ...
+
+
+class LocalJob:
+    """On one machine."""
+
+    number = ""
+
+    def __init__(self, run: Path, config: RunConfig, where: SiteConfig, environment: Mapping[str, str]) -> None:
+        self._run, self._config, self._site, self._environment = run, config, where, environment
+
+    def plan(self, attempt: int) -> JobPlan:
+        made = plan.make(self._config, self._site, self._run, attempt, site.machine(self._site))
+        return msgspec.structs.replace(made, env=plan.clean_env(self._environment, made.env))
+
+    def tell(self, world: subprocess.Popen[bytes], order: Order) -> None:
+        world.terminate()
+
+    def kill(self, world: subprocess.Popen[bytes]) -> None:
+        world.kill()
+        world.wait()
+
+    def outlook(self, report: Report, cancelled: bool) -> Outlook:
+        return Outlook(next="restart" if report.kind in RESTARTED and not cancelled else "end")
+
+    def again(self) -> bool:
+        return False
+
+
+class SlurmJob:
+    """Inside a Slurm job, on its first node."""
+
+    def __init__(self, run: Path, config: RunConfig, where: SiteConfig, environment: Mapping[str, str]) -> None:
+        self._run, self._config, self._site, self._environment = run, config, where, environment
+        self.number = environment["SLURM_JOB_ID"]
+        self._nodes = environment["SLURM_JOB_NODELIST"]
+
+    def plan(self, attempt: int) -> JobPlan:
+        nodes = slurm.hostnames(self._node_list())
+        made = plan.make(self._config, self._site, self._run, attempt, site.machine(self._site), nodes)
+        env = plan.clean_env(self._environment, made.env) | {"SLURM_JOB_ID": self.number}
+        return msgspec.structs.replace(made, env=env)
+
+    def _node_list(self) -> str:
+        """Slurm's own, which shrinks when a node is lost; that of the environment where Slurm does not answer."""
+        try:
+            job = slurm.job(self.number)
+        except slurm.SchedulerDown as e:
+            log.warning("taking the nodes from the environment: %s", e)
+            job = None
+        return job.nodes if job and job.nodes not in ("", "(null)") else self._nodes
+
+    def tell(self, world: subprocess.Popen[bytes], order: Order) -> None:
+        world.send_signal(signal.SIGUSR2 if order == "timeout" else signal.SIGUSR1)
+
+    def kill(self, world: subprocess.Popen[bytes]) -> None:
+        world.terminate()
+        try:
+            world.wait(KILL_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            world.kill()
+            world.wait()
+
+    def outlook(self, report: Report, cancelled: bool) -> Outlook:
+        """A restart inside the grace of a preemption would only be killed, so Slurm is asked first."""
+        if cancelled or report.kind not in (*RESTARTED, *INTERRUPTED):
+            return Outlook(next="end")
+        try:
+            job = slurm.job(self.number)
+        except slurm.SchedulerDown as e:
+            log.warning("%s", e)
+            job = None
+        if job is not None and job.state == "CANCELLED":
+            return Outlook(next="end", cancelled=True, reason=f"job {self.number} was cancelled")
+        leaving = job is not None and (job.is_preempted or job.phase in ("queued", "ending"))
+        if report.kind in RESTARTED and not leaving:
+            return Outlook(next="restart")
+        why = f"job {self.number} is {job.state}, {job.reason}" if leaving and job else report.kind
+        return Outlook(next="queued" if self._site.slurm.requeue else "end", reason=why)
+
+    def again(self) -> bool:
+        """Slurm queues preempted and requeued jobs again by itself; others are requeued, or followed by a new one."""
+        try:
+            job = slurm.job(self.number)
+            if job is not None and self._is_requeued(job):
+                return True
+            try:
+                slurm.call("scontrol", "requeue", self.number)
+                return True
+            except slurm.SchedulerDown as e:
+                log.warning("requeueing is refused, so a new job follows: %s", e)
+            number = slurm.submit(str(self._run / runs.SCRIPT), [f"--dependency=afterany:{self.number}"])
+        except slurm.SchedulerDown as e:
+            log.error("the run cannot go on by itself: %s", e)
+            return False
+        runs.write_atomic(self._run / runs.JOB_ID, number.encode())
+        log.info("job %s follows", number)
+        return True
+
+    def _is_requeued(self, job: slurm.Job) -> bool:
+        if job.phase == "queued":
+            return True
+        if not job.is_preempted or job.fields.get("Requeue") == "0":
+            return False
+        return slurm.preempt_mode(job.fields.get("Partition", "")) == "REQUEUE"
+
+
+def of(run: Path, config: RunConfig, where: SiteConfig) -> Job:
+    """The job this process runs in."""
+    kind = SlurmJob if where.scheduler == "slurm" else LocalJob
+    return kind(run, config, where, dict(os.environ))

@@ -1,0 +1,183 @@
+"""Slurm's own words about jobs, behind one small interface; works without accounting and while the controller is away.
+
+Text output is read, not JSON, whose keys and types changed in most releases; `-o` formats never did.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections.abc import Collection, Sequence
+from typing import Final, Literal
+
+import msgspec
+
+CALL_LIMIT_S: Final = 20.0
+"""A controller that is down keeps commands waiting for minutes."""
+
+Phase = Literal["queued", "running", "ending", "over"]
+
+_PHASES: Final[dict[str, Phase]] = {
+    "PENDING": "queued",
+    "REQUEUED": "queued",
+    "REQUEUE_FED": "queued",
+    "REQUEUE_HOLD": "queued",
+    "SPECIAL_EXIT": "queued",
+    "RESV_DEL_HOLD": "queued",
+    "CONFIGURING": "running",
+    "RUNNING": "running",
+    "RESIZING": "running",
+    "SIGNALING": "running",
+    "STAGE_OUT": "running",
+    "STOPPED": "running",
+    "SUSPENDED": "running",
+    "COMPLETING": "ending",
+}
+"""Every other state (COMPLETED, CANCELLED, FAILED, TIMEOUT, PREEMPTED, NODE_FAIL, ...) is final."""
+
+
+class SchedulerDown(Exception):
+    """Slurm did not answer; what it knows is unknown, not gone."""
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What Slurm says of a job."""
+
+    state: str
+    """Slurm's word, without what follows it."""
+    reason: str = ""
+    nodes: str = ""
+    """As a host list: n[1-2]."""
+    seconds_left: float | None = None
+    """Of its walltime."""
+    starts: str = ""
+    """When it is expected to start."""
+    fields: dict[str, str] = {}
+    """`scontrol show job`, where that was asked."""
+
+    @property
+    def phase(self) -> Phase:
+        return _PHASES.get(self.state, "over")
+
+    @property
+    def is_preempted(self) -> bool:
+        """It is losing its nodes, also while the grace still runs."""
+        return self.state == "PREEMPTED" or self.fields.get("PreemptTime", "None") not in ("None", "Unknown")
+
+
+def call(*argv: str, limit_s: float = CALL_LIMIT_S) -> str:
+    """Output of one of Slurm's commands.
+
+    Raises:
+        SchedulerDown: it failed, or did not answer.
+    """
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=limit_s, check=False)
+    except (OSError, subprocess.TimeoutExpired) as e:
+        raise SchedulerDown(f"{argv[0]}: {e}") from e
+    if done.returncode != 0:
+        raise SchedulerDown(f"{argv[0]}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    return done.stdout
+
+
+def jobs(ids: Collection[str]) -> dict[str, Job]:
+    """These jobs, as far as Slurm remembers them: one squeue for all, then one sacct for those it no longer lists.
+
+    Raises:
+        SchedulerDown: the controller does not answer.
+    """
+    found: dict[str, Job] = {}
+    for line in call("squeue", "--noheader", "--me", "--states=all", "--format=%i|%T|%r|%L|%S|%N").splitlines():
+        number, state, reason, left, starts, nodes = line.strip().split("|")
+        if number in ids:
+            found[number] = Job(state=state, reason=reason, nodes=nodes, starts=starts, seconds_left=seconds(left))
+    return found | _accounted(set(ids) - found.keys())
+
+
+def _accounted(ids: Collection[str]) -> dict[str, Job]:
+    """What accounting remembers; nothing where there is none. The newest of a job's records is its last line."""
+    if not ids:
+        return {}
+    query = ["--noheader", "--parsable2", "--allocations", "--duplicates", "--format=JobIDRaw,State,NodeList"]
+    try:
+        lines = call("sacct", *query, "--jobs", ",".join(sorted(ids))).splitlines()
+    except SchedulerDown:
+        return {}
+    rows = [line.split("|") for line in lines]
+    return {number: Job(state=state.split()[0], reason=state, nodes=nodes) for number, state, nodes in rows if state}
+
+
+def job(number: str) -> Job | None:
+    """One job in all its detail, for its own supervisor; None: Slurm no longer knows it.
+
+    Raises:
+        SchedulerDown: the controller does not answer.
+    """
+    try:
+        text = call("scontrol", "show", "job", "--oneliner", number)
+    except SchedulerDown as e:
+        if "Invalid job id" in str(e):
+            return None
+        raise
+    fields = dict(re.findall(r"(\w+)=(\S*)", text))
+    return Job(
+        state=fields.get("JobState", ""),
+        reason=fields.get("Reason", ""),
+        nodes=fields.get("NodeList", ""),
+        fields=fields,
+    )
+
+
+def hostnames(host_list: str) -> tuple[str, ...]:
+    """n[1-2] -> n1, n2."""
+    return tuple(call("scontrol", "show", "hostnames", host_list).split())
+
+
+def preempt_mode(partition: str) -> str:
+    """What happens to preempted jobs of a partition: REQUEUE, CANCEL, SUSPEND, OFF."""
+    found = re.search(r"PreemptMode=(\S+)", call("scontrol", "show", "partition", "--oneliner", partition))
+    return found.group(1) if found else ""
+
+
+def submit(script: str, options: Sequence[str] = ()) -> str:
+    """Submit a batch script; its job id.
+
+    Raises:
+        SchedulerDown: sbatch refused; the message is what it said.
+    """
+    return call("sbatch", "--parsable", *options, script, limit_s=60.0).strip().partition(";")[0]
+
+
+def seconds(text: str) -> float | None:
+    """[days-]hours:minutes:seconds, as squeue writes times; None: no limit, or not known."""
+    if not re.fullmatch(r"(\d+-)?(\d+:)*\d+", text):
+        return None
+    days, _, clock = text.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    return float(sum(part * 60**i for i, part in enumerate(reversed(parts))) + int(days or 0) * 86400)
+
+
+class Watch:
+    """Asks about all jobs at once, and seldom: many people poll one controller."""
+
+    def __init__(self, every_s: float = 30.0) -> None:
+        self._every_s = every_s
+        self._asked: frozenset[str] = frozenset()
+        self._when = float("-inf")
+        self.asked_at = 0.0
+        """Wall time of the last answer."""
+        self._jobs: dict[str, Job] = {}
+        self.trouble = ""
+        """Why Slurm gave no answer last time."""
+
+    def jobs(self, ids: Collection[str]) -> dict[str, Job] | None:
+        """As `jobs`; an answer is kept for a while. None: Slurm does not answer."""
+        wanted = frozenset(ids)
+        if not wanted <= self._asked or time.monotonic() - self._when > self._every_s:
+            self._asked, self._when, self.asked_at = wanted, time.monotonic(), time.time()
+            try:
+                self._jobs, self.trouble = jobs(wanted), ""
+            except SchedulerDown as e:
+                self.trouble = str(e)
+        return None if self.trouble else self._jobs

@@ -1,0 +1,86 @@
+"""What state runs are in: what their supervisors last said, and where they run under Slurm, what Slurm says.
+
+    queued -> starting -> running -> ending -> ended | failed | cancelled        died: gone without a word
+
+The supervisor's word counts while it is fresh. Slurm knows better what happened to a job whose supervisor cannot speak:
+still queued, queued again, cancelled by somebody, killed at its walltime, lost with its node.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from launcher import runs, slurm
+from launcher.runs import FINAL, Report, State, Status
+
+FORGOTTEN_S: Final = 90.0
+"""A supervisor speaks every 30 s. A job that Slurm does not know, and that was silent for longer, is gone."""
+
+_OVER: Final[dict[str, tuple[State, str]]] = {
+    "CANCELLED": ("cancelled", "preempted"),
+    "TIMEOUT": ("ended", "timeout"),
+    "DEADLINE": ("ended", "timeout"),
+    "PREEMPTED": ("ended", "preempted"),
+    "NODE_FAIL": ("failed", "node_failed"),
+    "BOOT_FAIL": ("failed", "node_failed"),
+    "OUT_OF_MEMORY": ("failed", "out_of_memory"),
+}
+"""Slurm's word for a job that is over -> the run's state, and the kind of report it would have written."""
+
+
+class States:
+    """Asks Slurm about all runs at once, and not more than every 30 s."""
+
+    def __init__(self, watch: slurm.Watch | None = None) -> None:
+        self._watch = watch or slurm.Watch()
+
+    def of(self, run: Path) -> str:
+        return self.all([run])[run]
+
+    def all(self, folders: Iterable[Path]) -> dict[Path, str]:
+        """The state of each, by its folder."""
+        folders = list(folders)
+        statuses = {run: runs.read_status(run) for run in folders}
+        numbers = {run: number for run in folders if (number := runs.job_id(run))}
+        open_jobs = {number for run, number in numbers.items() if statuses[run].state not in FINAL}
+        jobs = self._watch.jobs(open_jobs) if open_jobs else {}
+        return {
+            run: self._under_slurm(status, numbers[run], jobs) if run in numbers else runs.local_state(status)
+            for run, status in statuses.items()
+        }
+
+    def job(self, run: Path) -> slurm.Job | None:
+        """What Slurm says of the job of a run; None: nothing."""
+        number = runs.job_id(run)
+        return (self._watch.jobs({number}) or {}).get(number) if number else None
+
+    @property
+    def trouble(self) -> str:
+        """Why Slurm does not answer; empty: it does, or was not asked."""
+        return self._watch.trouble
+
+    def _under_slurm(self, status: Status, number: str, jobs: dict[str, slurm.Job] | None) -> str:
+        if status.state in FINAL or jobs is None or status.updated > self._watch.asked_at:
+            return status.state
+        job = jobs.get(number)
+        if job is None:
+            return status.state if time.time() - status.updated < FORGOTTEN_S else "died"
+        match job.phase:
+            case "queued" | "ending" as phase:
+                return phase
+            case "running":
+                return "starting" if status.state == "queued" else status.state
+            case "over":
+                return _OVER[job.state][0] if job.state in _OVER else "died"
+
+
+def report_of(run: Path, job: slurm.Job | None) -> Report | None:
+    """How the newest attempt ended: its own report, or what Slurm says where it left none."""
+    report = runs.read_report(run, runs.last_attempt(run))
+    if report is None and job is not None and job.state in _OVER:
+        said = f"Slurm says of job {runs.job_id(run)}: {job.state}"
+        return Report(kind=_OVER[job.state][1], message=said)
+    return report
