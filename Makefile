@@ -64,7 +64,7 @@ $(STAMP): pyproject.toml constraints/cpu.txt
 	  { echo "$(PYTHON) cannot make environments; install its venv module: apt install python3-venv" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(if $(TORCH_INDEX),$(BIN)/python -m pip install --no-deps --index-url $(TORCH_INDEX) $(TORCH))
-	$(BIN)/python -m pip install -c constraints/cpu.txt -e '.[local,dev]'
+	$(BIN)/python -m pip install -c constraints/cpu.txt -e '.[local,megatron,dev]'
 	@touch $@
 
 $(TRL_STAMP): constraints/trl.txt $(STAMP)

@@ -1,0 +1,206 @@
+"""Builds a Megatron-Core model from a Hugging Face folder, cut as a `Parallel` says."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # says at import what else could be installed
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from runtime.device import is_gpu
+from runtime.errors import ConfigError
+from runtime.trainer.megatron import family, spec
+from runtime.trainer.megatron.convert import Listed, Weights, listing
+from runtime.trainer.megatron.groups import Parallel
+from runtime.trainer.megatron.stages import Stages
+from runtime.trainer.megatron.weight_files import WeightFiles
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """One rank's part of a model."""
+
+    hf: PretrainedConfig
+    config: TransformerConfig
+    parallel: Parallel
+    chunks: list[nn.Module]
+    """One, or with interleaved pipelining `vpp`; each wrapped in Megatron's DistributedDataParallel if it is trained"""
+    weights: Weights
+    listed: list[Listed]
+    """What the folder it was loaded from held, in the order of `weights.give`."""
+
+
+def build(
+    folder: Path,
+    parallel: Parallel,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    is_trained: bool,
+    shards_optimizer: bool = False,
+) -> Model:
+    """This rank's part of the model in a Hugging Face folder, with its weights; after `groups.start`.
+
+    Args:
+        dtype: of weights and of computing.
+        is_trained: wrap it for gradients; they are summed over data- and context-parallel ranks, in float32.
+        shards_optimizer: each of those ranks gets its share of the sums only, for Megatron's distributed optimizer.
+
+    Raises:
+        ConfigError: the family, one of its features or the cut is not supported, or files and config do not agree.
+    """
+    hf = family.read_config(folder)
+    kind = family.find(hf)
+    stages = Stages(hf.num_hidden_layers, parallel.pp, parallel.vpp)
+    fields = kind.config(hf)
+    check(hf, fields, parallel)
+    rotary = kind.rotary(hf)
+    config = transformer_config(fields, parallel, stages, device, dtype)
+    chunks = [_chunk(hf, config, rotary, parallel, number, device) for number in range(parallel.vpp)]
+    rows = family.table(kind, hf)
+    weights = Weights(rows, chunks, stages, config.num_moe_experts or 0)
+    with WeightFiles(folder) as files:
+        listed = listing(rows, files)
+        weights.load(files)
+    if is_trained:
+        chunks = [_trained(config, chunk, number, shards_optimizer) for number, chunk in enumerate(chunks)]
+    else:
+        for chunk in chunks:
+            chunk.requires_grad_(False)
+    return Model(hf=hf, config=config, parallel=parallel, chunks=chunks, weights=weights, listed=listed)
+
+
+def check(hf: PretrainedConfig, fields: dict[str, Any], parallel: Parallel) -> None:
+    """
+    Raises:
+        ConfigError: this model cannot be cut so.
+    """
+    tp, experts = parallel.tp, fields.get("num_moe_experts")
+    cuts = {
+        "attention heads": fields["num_attention_heads"],
+        "key-value heads": fields["num_query_groups"],
+        "columns of an MLP": fields["ffn_hidden_size"],
+        "tokens in its vocabulary": hf.vocab_size,
+    }
+    for what, size in cuts.items():
+        if size % tp:
+            raise ConfigError("trainer.parallel.tp", f"{tp} does not divide the model's {size} {what}", "use a factor")
+    if parallel.sequence_parallel and tp == 1:
+        raise ConfigError("trainer.parallel.sequence_parallel", "there is nothing to share with tp 1", "leave it out")
+    if experts is None and parallel.ep > 1:
+        raise ConfigError("trainer.parallel.ep", f"{parallel.ep}, but the model has no experts", "set it to 1")
+    if experts and experts % parallel.ep:
+        problem = f"{parallel.ep} does not divide the model's {experts} experts"
+        raise ConfigError("trainer.parallel.ep", problem, "use a factor")
+    if experts and tp > 1 and not parallel.sequence_parallel:
+        problem = "a model with experts and tp > 1 needs it"
+        raise ConfigError("trainer.parallel.sequence_parallel", problem, "set it to true")
+
+
+def transformer_config(
+    fields: dict[str, Any], parallel: Parallel, stages: Stages, device: torch.device, dtype: torch.dtype
+) -> TransformerConfig:
+    """Megatron's config: a family's fields, the cut, and what this project always wants."""
+    fused = spec.has_fused_kernels(device)
+    kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
+    interleaved = parallel.vpp > 1
+    return kind(
+        **fields,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # Not perform_initialization=False: Megatron would not mark either which parameters are cut over ranks, and its
+        # optimizer then counts only the first rank's piece of them in the gradient norm.
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        embedding_init_method=_leave,
+        use_cpu_initialization=not is_gpu(device),
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if interleaved else None,
+        pipeline_model_parallel_layout=stages.layout(),
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=1,
+        sequence_parallel=parallel.sequence_parallel,
+        # Losses come divided by the totals of the whole update: neither micro-batches nor ranks are averaged over.
+        calculate_per_token_loss=True,
+        finalize_model_grads_func=_finish_gradients,
+        # Interleaved, two messages between the same two ranks are under way at once; batched, they can swap unnoticed.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        # Frees what was sent on. A message of gloo may still be under way then: interleaved, gradients come out wrong.
+        deallocate_pipeline_outputs=is_gpu(device),
+        moe_grouped_gemm=fused and "num_moe_experts" in fields,
+        masked_softmax_fusion=False,
+        persist_layer_norm=fused,
+        bias_activation_fusion=fused,
+        bias_dropout_fusion=fused,
+        apply_rope_fusion=fused and fields.get("rope_type") != "rope",  # of latent attention only YaRN's is fused
+        gradient_accumulation_fusion=False,
+    )
+
+
+def _leave(weight: Tensor) -> Tensor:
+    """Initialises nothing: weights are read from files."""
+    return weight
+
+
+def _finish_gradients(chunks: list[nn.Module], num_tokens: Any = None, **others: Any) -> None:
+    """Megatron's sums over ranks, without its division by the tokens that were counted."""
+    finalize_model_grads(chunks, None, **others)
+
+
+def _chunk(
+    hf: PretrainedConfig,
+    config: TransformerConfig,
+    rotary: dict[str, Any],
+    parallel: Parallel,
+    number: int,
+    device: torch.device,
+) -> nn.Module:
+    chunk = number if parallel.vpp > 1 else None
+    model = GPTModel(
+        config,
+        spec.layers(config, device, chunk),  # pyright: ignore[reportArgumentType]
+        vocab_size=hf.vocab_size,
+        max_sequence_length=hf.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
+        share_embeddings_and_output_weights=bool(hf.tie_word_embeddings),
+        vp_stage=chunk,
+        **rotary,
+    )
+    return model.to(device)
+
+
+def _trained(config: TransformerConfig, chunk: nn.Module, number: int, shards_optimizer: bool) -> nn.Module:
+    for name, parameter in chunk.named_parameters():
+        if ".mlp.experts." in name:
+            # Sum its gradient over the ranks that hold this expert. Megatron 0.16 says so itself only with ep > 1, and
+            # with ep 1 and tp > 1 would leave out the tokens of the other tensor-parallel ranks.
+            parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]
+    options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=shards_optimizer)
+    return DistributedDataParallel(config, options, chunk, disable_bucketing=number > 0)

@@ -1,0 +1,85 @@
+"""Log-probs and entropies of whole sequences from logits that are cut over vocabulary and context."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, vocab_parallel_cross_entropy
+from torch import Tensor
+
+from runtime.trainer.base import Scores
+from runtime.trainer.megatron import groups
+from runtime.trainer.megatron.packing import Packed
+
+
+def score(logits: Tensor, packed: Packed, temperature: float, want: frozenset[str]) -> Scores:
+    """The same on every tensor- and context-parallel rank, which all give it the same gradient.
+
+    Args:
+        logits: [1, L, V / tp] of this rank's rows; they may be overwritten.
+        temperature: tokens were sampled at.
+        want: "entropy", or nothing beside log-probs.
+    """
+    logits = logits[0].float()
+    if temperature != 1.0:
+        logits = logits / temperature
+    entropy = None
+    if "entropy" in want:
+        entropy = _whole(_Entropy.apply(logits, groups.tensor()), packed)
+    # Megatron's works in place on the logits it is given, so it comes last.
+    loss = vocab_parallel_cross_entropy(logits[None], packed.targets)[0]
+    return Scores(logprobs=_whole(-loss, packed), entropy=entropy)
+
+
+def whole_logits(logits: Tensor, packed: Packed) -> Tensor:
+    """[1, L, V / tp] of this rank -> [T, V] of the whole micro-batch: row t is that of tokens[t]'s prefix, 0 at starts.
+    For tests: nothing else needs them in one place."""
+    parts = _all_gather(logits[0], groups.tensor())
+    rows = _all_gather(torch.cat(parts, -1), groups.context())
+    return torch.cat(rows)[packed.source].masked_fill(packed.is_start[:, None], 0.0)
+
+
+def _whole(values: Tensor, packed: Packed) -> Tensor:
+    """[L] of this rank's rows -> [T] of the micro-batch's tokens.
+
+    The loss is computed on every context-parallel rank, so backward hands each rank its own rows' gradient, unsummed.
+    """
+    group = groups.context()
+    rows = gather_from_sequence_parallel_region(values.contiguous(), tensor_parallel_output_grad=False, group=group)
+    return rows[packed.source].masked_fill(packed.is_start, 0.0)
+
+
+def _all_gather(part: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    parts = [torch.empty_like(part) for _ in range(group.size())]
+    dist.all_gather(parts, part.contiguous(), group=group)
+    return parts
+
+
+class _Entropy(torch.autograd.Function):
+    """[N, V / tp] -> [N] entropy of softmax over the whole vocabulary; Megatron-Core has none.
+
+    With p = softmax(z): H = -sum p log p, and dH / dz = -p (log p + H). A logit of -inf adds nothing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, group: dist.ProcessGroup) -> Tensor:
+        largest = logits.amax(-1, keepdim=True)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+        logp = logits - largest
+        total = logp.exp().sum(-1, keepdim=True)
+        dist.all_reduce(total, group=group)
+        logp -= total.log()
+        p = logp.exp()
+        entropy = -(p * logp.where(p > 0, 0.0)).sum(-1)
+        dist.all_reduce(entropy, group=group)
+        ctx.save_for_backward(logp, entropy)
+        return entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
+        logp, entropy = ctx.saved_tensors
+        p = logp.exp()
+        return -grad[:, None] * p * (logp.where(p > 0, 0.0) + entropy[:, None]), None

@@ -1,0 +1,196 @@
+"""What each rank of test_layouts runs: many layouts and models in one start, because imports take longest.
+
+Usage: program.py FOLDER RANK RANKS; answers into FOLDER/answers-RANKS-RANK.json: case -> {check: error}.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from safetensors.torch import load_file
+
+from runtime.trainer.megatron import groups, schedule
+from runtime.trainer.megatron import model as mm
+from runtime.trainer.megatron.convert import Listed
+from runtime.trainer.megatron.cpu import megatron_on_cpu
+from runtime.trainer.megatron.groups import Parallel
+from runtime.trainer.megatron.model import Model
+from runtime.trainer.megatron.scores import whole_logits
+from runtime.trainer.megatron.weight_files import WeightFiles
+from tests.megatron import models
+from tests.megatron.layouts import LAYOUTS
+
+CPU = torch.device("cpu")
+ENTROPY = frozenset({"entropy"})
+
+
+def main(folder: Path, rank: int, num_ranks: int) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = f"file://{folder}/store-{num_ranks}"
+    dist.init_process_group("gloo", store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
+    answers = {}
+    with megatron_on_cpu():
+        for layout, (parallel, names) in LAYOUTS[num_ranks].items():
+            groups.start(parallel, seed=1)
+            for name in names:
+                begun = time.monotonic()
+                try:
+                    model, *half = name.split()
+                    answers[f"{layout} {name}"] = (in_half if half else case)(folder / model, parallel)
+                except Exception as e:
+                    answers[f"{layout} {name}"] = {"failed": f"{e!r}\n{traceback.format_exc()}"}
+                answers[f"{layout} {name}"]["seconds"] = time.monotonic() - begun
+                (folder / f"answers-{num_ranks}-{rank}.json").write_text(json.dumps(answers))
+                if "failed" in answers[f"{layout} {name}"]:
+                    os._exit(1)  # its peers wait for it in vain
+            groups.stop()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def case(folder: Path, parallel: Parallel) -> dict[str, float]:
+    """The largest error of each check; `build`, `score` and `train` as a trainer uses them."""
+    dp = groups.data().size()
+    share = groups.data().rank()
+    num = 3 * dp if parallel.vpp > 1 else 6  # an odd number leaves interleaved pipelining something to fill up
+    wanted = load_file(folder / f"reference-{num}.bin")
+    numbers = list(range(num))[share::dp]
+    batches = [models.batches(num)[n] for n in numbers]
+    model = mm.build(folder, parallel, CPU, torch.float32, is_trained=True)
+    found = {"round trip": float(not is_unchanged(model, folder)), "read beside its own": read_beside(model, folder)}
+    for chunk in model.chunks:
+        chunk.train()
+
+    logits = schedule.forward(model, batches, lambda i, logits, packed: whole_logits(logits, packed))
+    for n, rows in zip(numbers, logits, strict=bool(logits)):
+        put(found, "logits", rows - wanted[f"logits.{n}"])
+    for n, scores in zip(numbers, schedule.score(model, batches, 1.0, frozenset()), strict=True):
+        logp = torch.log_softmax(wanted[f"logits.{n}"], -1)
+        tokens, starts = models.batches(num)[n]
+        plain = logp.gather(1, tokens[:, None])[:, 0].index_fill(0, torch.tensor(starts[:-1]), 0.0)
+        put(found, "logprobs at temperature 1", scores.logprobs - plain)
+    for n, scores in zip(numbers, schedule.score(model, batches, models.TEMPERATURE, ENTROPY), strict=True):
+        put(found, "logprobs", scores.logprobs - wanted[f"logprobs.{n}"])
+        put(found, "entropy", scores.entropy - wanted[f"entropy.{n}"])
+
+    def loss(i, scores):
+        value = models.loss(numbers[i], scores.logprobs, scores.entropy)
+        return value, (value.detach(), value.detach().clone())  # the first shares memory with the loss
+
+    for kept, cloned in schedule.train(model, batches, loss, models.TEMPERATURE, ENTROPY):
+        put(found, "loss changed in place", kept - cloned)
+    found["round trip after training"] = float(not is_unchanged(model, folder))  # only an optimizer changes weights
+    found |= gradients(model, {k.removeprefix("grad."): v for k, v in wanted.items() if k.startswith("grad.")})
+    found["updated weight"] = update(model, wanted, is_sharded=False)
+    model = mm.build(folder, parallel, CPU, torch.float32, is_trained=True, shards_optimizer=True)
+    schedule.train(model, batches, loss, models.TEMPERATURE, ENTROPY)
+    found["weight updated in shards"] = update(model, wanted, is_sharded=True)
+    return found
+
+
+def in_half(folder: Path, parallel: Parallel) -> dict[str, float]:
+    """A model that is only scored, in bfloat16: files in bfloat16 come out as they are, and log-probs are near."""
+    wanted = load_file(folder / "reference-3.bin")
+    model = mm.build(folder, parallel, CPU, torch.bfloat16, is_trained=False)
+    assert not any(p.requires_grad for chunk in model.chunks for p in chunk.parameters())
+    found = {"round trip": float(not is_unchanged(model, folder))}
+    for n, scores in enumerate(schedule.score(model, models.batches(3), models.TEMPERATURE, frozenset())):
+        assert scores.entropy is None
+        assert scores.logprobs.dtype == torch.float32
+        put(found, "logprobs in bfloat16", scores.logprobs - wanted[f"logprobs.{n}"])
+    return found
+
+
+def put(found: dict[str, float], name: str, difference: torch.Tensor) -> None:
+    found[name] = max(found.get(name, 0.0), float(difference.abs().max()))
+    if torch.isnan(difference).any():
+        found[name] = float("inf")
+
+
+def is_unchanged(model: Model, folder: Path) -> bool:
+    """Names, dtypes and bytes given out are those of the folder."""
+    with WeightFiles(folder) as files:
+        given = dict(model.weights.give(model.listed))
+        said = [(x.name, x.dtype, x.shape) for x in model.listed]
+        same = given.keys() == files.names() and said == [(n, x.dtype, tuple(x.shape)) for n, x in given.items()]
+        for name, tensor in given.items():
+            stored = files.read(name, None, 0, 1)
+            same &= tensor.dtype == stored.dtype and torch.equal(
+                tensor.contiguous().view(torch.uint8), stored.view(torch.uint8)
+            )
+    return same
+
+
+def update(model: Model, wanted: dict[str, torch.Tensor], *, is_sharded: bool) -> float:
+    """How far one clipped step of Megatron's optimizer is from transformers' model and torch's AdamW."""
+    beta1, beta2 = models.ADAM["betas"]
+    options = OptimizerConfig(
+        optimizer="adam",
+        lr=models.ADAM["lr"],
+        adam_beta1=beta1,
+        adam_beta2=beta2,
+        adam_eps=models.ADAM["eps"],
+        weight_decay=0.0,
+        clip_grad=models.CLIP_NORM,
+        use_distributed_optimizer=is_sharded,
+    )
+    get_megatron_optimizer(options, model.chunks).step()
+    listed = [Listed(x.name, torch.float32, x.shape) for x in model.listed]
+    updated = {k.removeprefix("updated."): v for k, v in wanted.items() if k.startswith("updated.")}
+    return max(float((x - updated[n]).abs().max()) for n, x in model.weights.give(listed) if n in updated)
+
+
+class Counting(WeightFiles):
+    num_read = 0
+
+    def read(self, *args):
+        found = super().read(*args)
+        self.num_read += found.numel()
+        return found
+
+
+def read_beside(model: Model, folder: Path) -> float:
+    """Elements that loading reads and this rank does not hold."""
+    with Counting(folder) as files:
+        model.weights.load(files)
+        return float(files.num_read - sum(x.numel() for x in model.weights.held.values()))
+
+
+def gradients(model: Model, wanted: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Every parameter's gradient, gathered the way weights are; and the norm over all."""
+    weights = copy.copy(model.weights)
+    weights.held = {n: p.main_grad for n, p in weights.held.items() if hasattr(p, "main_grad")}
+    weights.rows = [row for row in weights.rows if "expert_bias" not in row.megatron]
+    listed = [Listed(x.name, torch.float32, x.shape) for x in model.listed]
+    given = dict(weights.give(listed))
+    # An expert that no token was sent to has a gradient of exactly zero.
+    errors = {name: float((given[name] - g).abs().max() / g.abs().max().clamp(min=1e-30)) for name, g in wanted.items()}
+    assert not any(error != error for error in errors.values()), errors
+    norms = [torch.stack([g.double().norm() for g in x.values()]).norm() for x in (given, wanted)]
+    worst = max(errors, key=errors.__getitem__)
+    copies = [row for row in weights.rows if row.is_copy and row.megatron in weights.held]
+    found = {"gradient": errors[worst], "gradient norm": abs(float(norms[0] / norms[1]) - 1)}
+    if errors[worst] > 1e-4:
+        found["worst gradients"] = sorted(((round(e, 6), n) for n, e in errors.items()), reverse=True)[:8]
+    for row in copies:
+        own = weights.held[row.megatron]
+        whole = wanted[row.hf[0]]
+        part = whole.chunk(weights.tp.size())[weights.tp.rank()]
+        put(found, "gradient of the tied copy", (own - part) / whole.abs().max())
+    assert given.keys() == wanted.keys(), given.keys() ^ wanted.keys()
+    return found
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
