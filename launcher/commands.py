@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import shutil
 import signal
 import sys
 import time
@@ -34,10 +35,13 @@ def submit(args: argparse.Namespace) -> int:
         print(_described(config, where))
         job.try_out(_script(config, where, Path(config.runs_dir) / "RUN"), where)
         return 0
-    job.try_out(_script(config, where, Path(config.runs_dir) / "RUN"), where)
     run = runs.create(config, where)
     _write_script(run, config, where)
-    return _launch(run, config, where, args.detach)
+    try:
+        return _launch(run, config, where, args.detach)
+    except job.Refused:
+        shutil.rmtree(run)  # nothing ran in it
+        raise
 
 
 def show_plan(args: argparse.Namespace) -> int:
@@ -80,7 +84,6 @@ def resume(args: argparse.Namespace) -> int:
     if done >= loaded.config.num_steps and _is_done(run):
         fix = f"--set num_steps={done + 50} goes on"
         raise ConfigError(run.name, f"has done all its {done} steps", fix)
-    job.try_out(_script(loaded.config, where, run), where)
     (run / runs.CANCEL_MARK).unlink(missing_ok=True)
     runs.write_config(run, loaded.config, where)
     _write_script(run, loaded.config, where)

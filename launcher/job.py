@@ -25,6 +25,7 @@ RESTARTED: Final = ("peer_lost", "engine_lost", "node_failed")
 """Reports after which the same nodes are tried again."""
 INTERRUPTED: Final = ("preempted", "timeout")
 
+GPU_LISTS: Final = ("_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 KILL_LIMIT_S: Final = 15.0
 """For srun to see the end of a step it was told to kill."""
 
@@ -60,8 +61,8 @@ class Job(Protocol):
         """End every rank; returns when that is done."""
         ...
 
-    def outlook(self, report: Report, cancelled: bool) -> Outlook:
-        """What follows an attempt that ended so."""
+    def outlook(self, report: Report, stopped: bool) -> Outlook:
+        """What follows an attempt that ended so. `stopped`: this process was told to stop."""
         ...
 
     def again(self) -> bool:
@@ -88,8 +89,8 @@ class LocalJob:
         world.kill()
         world.wait()
 
-    def outlook(self, report: Report, cancelled: bool) -> Outlook:
-        return Outlook(next="restart" if report.kind in RESTARTED and not cancelled else "end")
+    def outlook(self, report: Report, stopped: bool) -> Outlook:
+        return Outlook(next="restart" if report.kind in RESTARTED and not stopped else "end")
 
     def again(self) -> bool:
         return False
@@ -102,20 +103,19 @@ class SlurmJob:
         self._run, self._config, self._site, self._environment = run, config, where, environment
         self.number = environment["SLURM_JOB_ID"]
         self._nodes = environment["SLURM_JOB_NODELIST"]
+        self._restarts = int(environment.get("SLURM_RESTART_COUNT", "0"))
 
     def plan(self, attempt: int) -> JobPlan:
         nodes = slurm.hostnames(self._node_list())
         made = plan.make(self._config, self._site, self._run, attempt, site.machine(self._site), nodes)
-        env = plan.clean_env(self._environment, made.env) | {"SLURM_JOB_ID": self.number}
+        # the batch script's list of GPUs is that of its own node; Slurm gives every rank one
+        inherited = {name: value for name, value in self._environment.items() if not name.endswith(GPU_LISTS)}
+        env = plan.clean_env(inherited, made.env) | {"SLURM_JOB_ID": self.number}
         return msgspec.structs.replace(made, env=env)
 
     def _node_list(self) -> str:
         """Slurm's own, which shrinks when a node is lost; that of the environment where Slurm does not answer."""
-        try:
-            job = slurm.job(self.number)
-        except slurm.SchedulerDown as e:
-            log.warning("taking the nodes from the environment: %s", e)
-            job = None
+        job = self._ask()
         return job.nodes if job and job.nodes not in ("", "(null)") else self._nodes
 
     def tell(self, world: subprocess.Popen[bytes], order: Order) -> None:
@@ -129,34 +129,30 @@ class SlurmJob:
             world.kill()
             world.wait()
 
-    def outlook(self, report: Report, cancelled: bool) -> Outlook:
+    def outlook(self, report: Report, stopped: bool) -> Outlook:
         """A restart inside the grace of a preemption would only be killed, so Slurm is asked first."""
-        if cancelled or report.kind not in (*RESTARTED, *INTERRUPTED):
+        if self._is_marked() or report.kind not in (*RESTARTED, *INTERRUPTED):
             return Outlook(next="end")
-        try:
-            job = slurm.job(self.number)
-        except slurm.SchedulerDown as e:
-            log.warning("%s", e)
-            job = None
-        if job is not None and job.state == "CANCELLED":
+        job = self._ask()
+        if job is not None and self._is_cancelled(job):
             return Outlook(next="end", cancelled=True, reason=f"job {self.number} was cancelled")
-        leaving = job is not None and (job.is_preempted or job.phase in ("queued", "ending"))
+        leaving = job is not None and (job.is_preempted or job.phase != "running")
         if report.kind in RESTARTED and not leaving:
             return Outlook(next="restart")
-        why = f"job {self.number} is {job.state}, {job.reason}" if leaving and job else report.kind
+        why = f"job {self.number} is " + ("losing its nodes" if leaving else f"ending: {report.kind}")
         return Outlook(next="queued" if self._site.slurm.requeue else "end", reason=why)
 
     def again(self) -> bool:
-        """Slurm queues preempted and requeued jobs again by itself; others are requeued, or followed by a new one."""
+        """Requeue this job, also within the grace of a preemption: a job that ends there by itself counts as failed."""
+        job = self._ask()
+        if job is not None and self._is_requeued(job):
+            return True
         try:
-            job = slurm.job(self.number)
-            if job is not None and self._is_requeued(job):
-                return True
-            try:
-                slurm.call("scontrol", "requeue", self.number)
-                return True
-            except slurm.SchedulerDown as e:
-                log.warning("requeueing is refused, so a new job follows: %s", e)
+            slurm.call("scontrol", "requeue", self.number)
+            return True
+        except slurm.SchedulerDown as e:
+            log.warning("requeueing is refused, so a new job follows: %s", e)
+        try:
             number = slurm.submit(str(self._run / runs.SCRIPT), [f"--dependency=afterany:{self.number}"])
         except slurm.SchedulerDown as e:
             log.error("the run cannot go on by itself: %s", e)
@@ -165,12 +161,26 @@ class SlurmJob:
         log.info("job %s follows", number)
         return True
 
+    def _ask(self) -> slurm.Job | None:
+        try:
+            return slurm.job(self.number)
+        except slurm.SchedulerDown as e:
+            log.warning("%s", e)
+            return None
+
+    def _is_marked(self) -> bool:
+        return (self._run / runs.CANCEL_MARK).exists()
+
     def _is_requeued(self, job: slurm.Job) -> bool:
-        if job.phase == "queued":
+        """By somebody else, or by a preemption whose grace is over: Slurm counts it at once."""
+        return int(job.fields.get("Restarts", "0")) > self._restarts
+
+    def _is_cancelled(self, job: slurm.Job) -> bool:
+        """While a cancelled job's processes end, Slurm calls it COMPLETING, as it does others."""
+        if job.state == "CANCELLED":
             return True
-        if not job.is_preempted or job.fields.get("Requeue") == "0":
-            return False
-        return slurm.preempt_mode(job.fields.get("Partition", "")) == "REQUEUE"
+        other = job.is_preempted or job.reason == "TimeLimit" or self._is_requeued(job)
+        return job.phase == "ending" and not other
 
 
 def of(run: Path, config: RunConfig, where: SiteConfig) -> Job:

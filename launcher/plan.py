@@ -18,7 +18,19 @@ from runtime.topology import RankSlot, Topology
 PROJECT: Final = Path(__file__).parents[1]
 """Where the packages launcher and runtime are found."""
 
-_LEFTOVERS: Final = ("PMI", "PMIX", "OMPI_", "PRTE_", "SLURM", "SRUN_", "HYDRA_", "HYDI_", "MPIEXEC_", "MPI_LOCAL")
+_LEFTOVERS: Final = (
+    "PMI",
+    "PMIX",
+    "OMPI_",
+    "PRTE_",
+    "SLURM",
+    "SRUN_",
+    "HYDRA_",
+    "HYDI_",
+    "MPIEXEC_",
+    "MPI_LOCAL",
+    "SUBMITIT_",
+)
 """Beginnings of variables of another MPI world or job: a rank that inherits them joins the wrong world or none, and
 srun places ranks by them."""
 _KEPT: Final = ("SLURM_CONF", "SLURM_CLUSTERS")
@@ -73,10 +85,12 @@ def make(
 
 
 def _mpich_env(site: SiteConfig) -> dict[str, str]:
-    """MPICH tells its peers an address for every transport it has, and Slurm's PMI cuts what is longer than 1 kB."""
+    """libfabric for MPICH: the addresses that UCX tells peers are longer than Slurm's PMI takes, which then mixes
+    them up ("value not properly terminated") or lets MPI_Init hang. MPI carries no weights here."""
     if site.slurm.mpi != "pmi2":
         return {}
-    return {"UCX_TLS": "tcp,self"} | ({"UCX_NET_DEVICES": site.fabric_interface} if site.fabric_interface else {})
+    env = {"MPIR_CVAR_CH4_NETMOD": "ofi"}
+    return env | ({"FI_TCP_IFACE": site.fabric_interface} if site.fabric_interface else {})
 
 
 def _mpiexec(
@@ -105,7 +119,7 @@ def _rank_env(rank: RankSlot, site: SiteConfig, gpus: Sequence[int]) -> dict[str
 
 def clean_env(inherited: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
     """The environment of a world: the inherited one without leftovers of other worlds, and what a plan adds."""
-    env = {k: v for k, v in inherited.items() if k in _KEPT or not k.startswith((*_LEFTOVERS, "SUBMITIT_"))}
+    env = {k: v for k, v in inherited.items() if k in _KEPT or not k.startswith(_LEFTOVERS)}
     path = [added.get("PYTHONPATH", ""), env.get("PYTHONPATH", "")]
     return {**env, **added, "PYTHONPATH": ":".join(filter(None, path))}
 

@@ -76,9 +76,12 @@ def _last_words(last: dict[str, Any]) -> str:
 
 
 def _age(run: Path) -> str:
-    """Time since it was first submitted."""
-    submitted = [file.stat().st_mtime for file in (run / "job").glob("*_submitted.pkl")]
-    return duration(time.time() - min(submitted)) if submitted else "-"
+    """Time since it was first submitted, which its folder's name says."""
+    try:
+        submitted = time.mktime(time.strptime("-".join(run.name.split("-")[-3:-1]), "%y%m%d-%H%M%S"))
+    except ValueError:  # the folder was renamed
+        return "-"
+    return duration(time.time() - submitted)
 
 
 def _job_words(states: States, run: Path, state: str) -> str:

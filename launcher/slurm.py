@@ -134,12 +134,6 @@ def hostnames(host_list: str) -> tuple[str, ...]:
     return tuple(call("scontrol", "show", "hostnames", host_list).split())
 
 
-def preempt_mode(partition: str) -> str:
-    """What happens to preempted jobs of a partition: REQUEUE, CANCEL, SUSPEND, OFF."""
-    found = re.search(r"PreemptMode=(\S+)", call("scontrol", "show", "partition", "--oneliner", partition))
-    return found.group(1) if found else ""
-
-
 def submit(script: str, options: Sequence[str] = ()) -> str:
     """Submit a batch script; its job id.
 

@@ -23,6 +23,11 @@ from runtime.errors import ConfigError
 START_LIMIT_S: Final = 60.0
 NO_LIMIT_MIN: Final = 10 * 365 * 24 * 60
 """submitit's local jobs have a time limit; a run on one's own machine has none."""
+FIX: Final = "change the site file, or --set-site partition=... and the like; `plan` prints the batch script"
+
+
+class Refused(ConfigError):
+    """Slurm takes no such job."""
 
 
 def start(run: Path, site: SiteConfig) -> None:
@@ -35,7 +40,7 @@ def start(run: Path, site: SiteConfig) -> None:
         try:
             number = slurm.submit(str(run / SCRIPT))
         except slurm.SchedulerDown as e:
-            raise ConfigError(f"site {site.name}", f"the job was not accepted: {e}", f"see {run / SCRIPT}") from e
+            raise Refused(f"site {site.name}", f"the job was not accepted: {e}", FIX) from e
         (run / JOB_ID).write_text(number)
         return
     env = plan.clean_env(os.environ, {"PYTHONPATH": str(plan.PROJECT)})
@@ -70,8 +75,7 @@ def try_out(text: str, site: SiteConfig) -> None:
         try:
             slurm.submit(file.name, ["--test-only"])
         except slurm.SchedulerDown as e:
-            fix = "change the site file, or --set-site partition=... and the like; `plan` prints the script"
-            raise ConfigError(f"site {site.name}", f"Slurm would refuse the job: {e}", fix) from e
+            raise Refused(f"site {site.name}", f"Slurm would not run the job now: {e}", FIX) from e
 
 
 def signal(number: str, name: str) -> None:

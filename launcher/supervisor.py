@@ -106,7 +106,7 @@ class Supervisor:
             fruitless = 0 if step > best else fruitless + (report.kind != "preempted")
             self._status = msgspec.structs.replace(self._status, fruitless=fruitless)
             best = max(best, step)
-            outlook = self._job.outlook(report, self._cancelled() or "stop" in self._orders)
+            outlook = self._job.outlook(report, "stop" in self._orders)
             if outlook.reason:
                 log.info("%s", outlook.reason)
             if outlook.next != "end" and fruitless > self._limits.attempts:

@@ -11,6 +11,12 @@ import msgspec
 
 from launcher import srun
 from launcher.runs import Report
+from runtime.errors import PMI_ADVICE
+
+_WRONG_PMI: Final = (
+    "Runtime environment uses unsupported PMI version",  # MPICH under --mpi=pmix
+    "OMPI was not built with SLURM's PMI support",  # OpenMPI under --mpi=pmi2 or none
+)
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +51,8 @@ def judge(folder: Path, seen: Evidence) -> Report:
     if number == signal.SIGKILL and seen.oom_killed:
         message = f"{_who(ranks)} was killed: the machine ran out of memory"
         return Report(kind="out_of_memory", message=message, rank=rank)
+    if advice := _known(folder):
+        return Report(kind="config", message=advice, rank=rank)
     if number:
         hint = "; somebody or something killed it, check memory use" if number == signal.SIGKILL else ""
         return Report(kind="peer_lost", message=f"{_who(ranks)} was killed by {_name(number)}{hint}", rank=rank)
@@ -55,6 +63,15 @@ def judge(folder: Path, seen: Evidence) -> Report:
     last = _last_line(folder / (seen.log if rank is None else f"rank-{rank}.log"))
     said = f"; its last line: {last}" if last else ""
     return Report(kind="bug", message=f"{_who(ranks)} ended with exit code {code or seen.code}{said}", rank=rank)
+
+
+def _known(folder: Path) -> str:
+    """What ranks mean that ended inside MPI_Init, where they cannot report; empty: nothing known."""
+    for log in sorted(folder.glob("rank-*.log")):
+        text = log.read_text(errors="replace")
+        if any(words in text for words in _WRONG_PMI):
+            return PMI_ADVICE
+    return ""
 
 
 def _first_loss(log: Path) -> tuple[list[int], int, int]:

@@ -27,6 +27,12 @@ EXIT_CODES: Final[dict[str, int]] = {
 """Exit code of an attempt by its report; 2 is what a user's mistake ends with everywhere."""
 
 
+PMI_ADVICE: Final = (
+    "MPI and srun speak different PMIs: in the site file write slurm.mpi: pmi2 for MPICH, pmix for OpenMPI, nothing "
+    "for Cray MPICH"
+)
+
+
 class SluiceError(Exception):
     """Base of the errors below. `kind` is the exit report an attempt ends with when nothing else handles it."""
 

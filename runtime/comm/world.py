@@ -7,7 +7,6 @@ waited for whom.
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
@@ -20,7 +19,7 @@ import numpy as np
 
 from runtime.comm import framing
 from runtime.comm.messages import decode, encode
-from runtime.errors import ConfigError, WaitTimeout
+from runtime.errors import PMI_ADVICE, ConfigError, WaitTimeout
 from runtime.topology import Topology
 
 # MPI must not start at import: engines' spawner forks before, and forking after it is undefined on many fabrics.
@@ -81,7 +80,6 @@ class World:
             ConfigError: world size, ranks on this host or local rank are not the topology's.
             WaitTimeout: not all ranks arrived.
         """
-        _check_launcher(os.environ)
         MPI.Init_thread(MPI.THREAD_SERIALIZED)
         _check_size(topology)
         _arrive(timeout_s)  # after it what follows does not wait for anybody
@@ -94,7 +92,7 @@ class World:
     # ---- messages ------------------------------------------------------------------------------------------------
 
     def deal(self, messages: Mapping[int, msgspec.Struct], timeout_s: float) -> None:
-        """Send one message to each of these ranks, all at the same time; returns when MPI has let go of the buffers."""
+        """Send one message to each of these ranks, all at the same time; returns when all are being received."""
         self._finish({rank: self._outgoing(rank, m) for rank, m in messages.items()}, "to take a message", timeout_s)
 
     def gather(self, ranks: Iterable[int], kind: Any, timeout_s: float) -> dict[int, Any]:
@@ -159,8 +157,12 @@ class World:
         frames = encode(message)
         header = np.array([len(frames), framing.stream_bytes(frames)], np.int64)
         yield from _until(self._comm.Isend(header, dest, _HEADER_TAG))
-        for piece in framing.pieces(frames, self._piece_bytes):
+        # The last send ends only when it is being received. An Isend may be done while MPI still holds the bytes, and
+        # nobody moves them on once this rank does something else than MPI.
+        *pieces, last = framing.pieces(frames, self._piece_bytes)
+        for piece in pieces:
             yield from _until(self._comm.Isend([piece, MPI.BYTE], dest, _BODY_TAG))
+        yield from _until(self._comm.Issend([last, MPI.BYTE], dest, _BODY_TAG))
 
     def _incoming(self, source: int, kind: Any) -> Transfer:
         while not self._comm.Iprobe(source, _HEADER_TAG):
@@ -234,22 +236,13 @@ def _library() -> str:
     return " ".join(first.split()).strip("\0 ")
 
 
-_PAIRS: Final = "MPICH wants slurm.mpi: pmi2, OpenMPI slurm.mpi: pmix, Cray MPICH the site's default (empty)"
-
-
-def _check_launcher(environment: Mapping[str, str]) -> None:
-    """OpenMPI aborts in MPI_Init where srun does not speak PMIx; MPICH there makes worlds of size 1, seen after it."""
-    if "SLURM_STEP_ID" in environment and MPI.get_vendor()[0] == "Open MPI" and "PMIX_NAMESPACE" not in environment:
-        raise ConfigError("site: slurm.mpi", f"srun does not speak PMIx, which {_library()} needs", _PAIRS)
-
-
 def _check_size(topology: Topology) -> None:
     world = MPI.COMM_WORLD
     if world.size != topology.world_size:
         raise ConfigError(
             "MPI world",
             f"{world.size} ranks, but the topology has {topology.world_size} (seen by rank {world.rank}, {_library()})",
-            "many worlds of size 1 mean that MPI and the launcher speak different PMIs: " + _PAIRS,
+            f"start as many ranks as `plan` prints; many worlds of size 1 mean that {PMI_ADVICE}",
         )
 
 

@@ -214,8 +214,8 @@ def _verdict(reward: PlainReward, text: str, answer: Any) -> Verdict:
 
 def main() -> None:
     # Slurm and terminals signal every process of a job; this one ends when its agent does.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     agent = socket.socket(fileno=int(sys.argv[1]))
     host = Host(agent, msgspec.msgpack.decode(read_frame(agent), type=Setup))
     try:

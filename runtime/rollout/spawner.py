@@ -173,7 +173,7 @@ class _Server:
 
     def _before_exec(self) -> None:
         self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # stop orders stay ignored: engines do not save
             signal.signal(number, signal.SIG_DFL)
 
     def _stop(self, child: _Child, grace_s: float) -> None:

@@ -10,13 +10,8 @@ hostname "$name"
 mount -t tmpfs -o mode=1777 tmp /tmp
 mount -t tmpfs -o mode=1777 shm /dev/shm
 
-# Libraries look for network interfaces in /sys, which shows those of the namespace it was mounted in. slurmd wants
-# the control groups below it.
-mkdir -p /tmp/cgroup
-mount --rbind /sys/fs/cgroup /tmp/cgroup
+# Libraries look for network interfaces in /sys, which shows those of the namespace it was mounted in.
 mount -t sysfs sysfs /sys
-mount --move /tmp/cgroup /sys/fs/cgroup
-rmdir /tmp/cgroup
 
 until [[ -e /sys/class/net/hsn0 ]]; do sleep 0.02; done
 ip link set lo up

@@ -26,6 +26,7 @@ from string import Template
 from typing import Final
 
 BASE: Final = Path("/srv/sluice-testbed")
+FOLDERS: Final = ("db", "dev", "etc", "log", "run", "shared", "spool", "state")
 HERE: Final = Path(__file__).parent
 NODES: Final = {f"n{i}": f"10.77.0.1{i}" for i in range(1, 5)}
 GATEWAY: Final = "10.77.0.1"
@@ -49,7 +50,6 @@ HOSTS_MARK: Final = "# sluice testbed"
 MARK: Final = "SLUICE_TESTBED"
 DATABASE: Final = ("--skip-log-bin", "--innodb-buffer-pool-size=32M", "--innodb-log-file-size=8M")
 DATABASE_TABLES: Final = ("mysql/mysql_system_tables.sql", "m*/mariadb_system_tables.sql")
-CREDENTIAL_S: Final = 5
 LIMIT_S: Final = 60.0
 COMMAND_LIMIT_S: Final = 20.0
 INSTALL_LIMIT_S: Final = 900.0
@@ -77,11 +77,14 @@ def obstacle() -> str:
     return ""
 
 
+def missing_packages() -> list[str]:
+    known = _run("dpkg-query", "-W", "-f", "${Package} ${db:Status-Status}\n", *PACKAGES, check=False).stdout
+    return [name for name in PACKAGES if f"{name} installed" not in known.splitlines()]
+
+
 def install() -> None:
     """Install the Debian packages that are missing."""
-    known = _run("dpkg-query", "-W", "-f", "${Package} ${db:Status-Status}\n", *PACKAGES, check=False).stdout
-    missing = [name for name in PACKAGES if f"{name} installed" not in known.splitlines()]
-    if not missing:
+    if not (missing := missing_packages()):
         return
     print(f"testbed: installing {', '.join(missing)}", file=sys.stderr, flush=True)
     settings = os.environ | {"DEBIAN_FRONTEND": "noninteractive", "NEEDRESTART_MODE": "a"}
@@ -108,12 +111,19 @@ class Cluster:
         """Start it, unless it is up and well. What is left of an earlier one is removed first."""
         if reason := obstacle():
             raise ClusterError(reason)
+        if missing := missing_packages():
+            raise ClusterError(f"packages are missing, which `install` installs: {', '.join(missing)}")
+        others = {p.name for p in self.base.iterdir()} - set(FOLDERS) if self.base.exists() else set()
+        if others:
+            raise ClusterError(f"{self.base} is somebody's: it holds {', '.join(sorted(others))}")
         if self.is_well():
             return
         self.down()
         shutil.rmtree(self.base, ignore_errors=True)
         self._write_files()
-        self._network()
+        _run("ip", "link", "add", BRIDGE, "type", "bridge")
+        _run("ip", "addr", "add", f"{GATEWAY}/24", "dev", BRIDGE)
+        _run("ip", "link", "set", BRIDGE, "up")
         self._start_munge()
         self._start_accounting()
         self.start_controller()
@@ -124,11 +134,11 @@ class Cluster:
         self._kill(self._running())
         _run("ip", "link", "del", BRIDGE, check=False)
         for node in NODES:
-            _run("ip", "link", "del", _link(node), check=False)
+            _run("ip", "link", "del", f"{BRIDGE}{node}", check=False)
         _edit_hosts([])
         if CLIENT_CONFIG.is_symlink():
             CLIENT_CONFIG.unlink()
-        for name in ("db", "dev", "etc", "run", "spool", "state"):
+        for name in set(FOLDERS) - {"log", "shared"}:
             shutil.rmtree(self.base / name, ignore_errors=True)
 
     def is_well(self) -> bool:
@@ -158,7 +168,9 @@ class Cluster:
 
     def stop_controller(self) -> None:
         """Take slurmctld away; jobs run on."""
-        self._end("slurmctld")
+        for pid in self._running().get("slurmctld", ()):
+            os.kill(pid, signal.SIGTERM)
+        _until("the end of slurmctld", lambda: "slurmctld" not in self._running(), self._log("slurmctld"))
 
     def start_controller(self) -> None:
         if "slurmctld" not in self._running():
@@ -174,15 +186,16 @@ class Cluster:
     # ---- parts
 
     def _write_files(self) -> None:
-        for name in ("db", "dev", "etc", "log", "run", "shared", "spool", "state"):
+        for name in FOLDERS:
             (self.base / name).mkdir(parents=True)
         for path in (self.base, *self.base.iterdir()):
             path.chmod(0o700 if path.name == "db" else 0o755)
         for i in range(4):
             os.mknod(self.base / f"dev/gpu{i}", 0o020666, os.makedev(1, 3))  # Slurm wants a file for each GPU
         self._write_slurm_config(accounting=True)
-        self._write("gres.conf", base=str(self.base))
-        self._write("slurmdbd.conf", base=str(self.base), gateway=GATEWAY).chmod(0o600)
+        self._write("cgroup.conf")
+        self._write("gres.conf")
+        self._write("slurmdbd.conf", gateway=GATEWAY).chmod(0o600)
         key = self.base / "etc/munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
@@ -192,33 +205,24 @@ class Cluster:
 
     def _write_slurm_config(self, accounting: bool) -> None:
         storage = f"accounting_storage/{'slurmdbd' if accounting else 'none'}"
-        values = {"base": str(self.base), "gateway": GATEWAY, "credential_s": str(CREDENTIAL_S), **NODES}
-        self._write("slurm.conf", accounting=storage, **values)
+        self._write("slurm.conf", accounting=storage, gateway=GATEWAY, **NODES)
 
     def _write(self, name: str, **values: str) -> Path:
         path = self.base / "etc" / name
-        path.write_text(Template((HERE / name).read_text()).substitute(values))
+        path.write_text(Template((HERE / name).read_text()).substitute(values, base=self.base))
         return path
 
-    def _network(self) -> None:
-        _run("ip", "link", "add", BRIDGE, "type", "bridge")
-        _run("ip", "addr", "add", f"{GATEWAY}/24", "dev", BRIDGE)
-        _run("ip", "link", "set", BRIDGE, "up")
-
     def _boot(self, *nodes: str) -> None:
-        """Start nodes and wait until slurmctld has heard of it and may use them."""
+        """Start nodes and wait until they take jobs and slurmctld knows that they are new."""
         before = {node: _show(node, "SlurmdStartTime") for node in nodes}
         for node in nodes:
             (self.base / "spool" / node).mkdir(exist_ok=True)
             script = (*_unshare(), "bash", str(HERE / "node.sh"), node, f"{NODES[node]}/24", str(self.base))
             pid = self._spawn(node, *script)
             _until(f"the network of {node}", lambda: self._connect(node, pid), self._log(node))  # noqa: B023
-        for node in nodes:
-
-            def is_back() -> bool:
-                return self.is_ready(node) and _show(node, "SlurmdStartTime") != before[node]  # noqa: B023
-
-            _until(f"{node} to take jobs", is_back, self._log(node))
+        for node, old in before.items():
+            is_new = lambda: _show(node, "SlurmdStartTime") != old and self.is_ready(node)  # noqa: B023, E731
+            _until(f"{node} to take jobs", is_new, self._log(node))
 
     def _connect(self, node: str, pid: int) -> bool:
         """Give the node its hsn0; False while it has no namespace, or the kernel still the link of one that died."""
@@ -226,11 +230,11 @@ class Cluster:
             raise ClusterError(f"{node} ended while it was set up{_tail(self._log(node))}")
         if Path(f"/proc/{pid}/ns/net").readlink() == Path("/proc/self/ns/net").readlink():
             return False
-        _run("ip", "link", "del", _link(node), check=False)
-        pair = ("type", "veth", "peer", "name", "hsn0", "netns", str(pid))
-        if _run("ip", "link", "add", _link(node), *pair, check=False).returncode != 0:
+        here, there = f"{BRIDGE}{node}", ("type", "veth", "peer", "name", "hsn0", "netns", str(pid))
+        _run("ip", "link", "del", here, check=False)
+        if _run("ip", "link", "add", here, *there, check=False).returncode != 0:
             return False
-        _run("ip", "link", "set", _link(node), "master", BRIDGE, "up")
+        _run("ip", "link", "set", here, "master", BRIDGE, "up")
         return True
 
     def _start_munge(self) -> None:
@@ -247,18 +251,14 @@ class Cluster:
         server = ("mariadbd", "--no-defaults", f"--datadir={db}", "--user=root", "--skip-grant-tables", *DATABASE)
         tables = next(path for folder in DATABASE_TABLES for path in Path("/usr/share").glob(folder))
         _run(*server, "--bootstrap", stdin=f"create database mysql;\nuse mysql;\n{tables.read_text()}")
-        files = (f"--socket={self._socket}", f"--pid-file={db / 'pid'}")
+        files = (f"--socket={db / 'socket'}", f"--pid-file={db / 'pid'}")
         self._spawn("mariadbd", *server, "--skip-networking", *files)
-        _until("mariadbd", self._socket.exists, self._log("mariadbd"))
+        _until("mariadbd", (db / "socket").exists, self._log("mariadbd"))
         self._spawn("slurmdbd", *_as_login("slurmdbd", "-D"))
         add = ("sacctmgr", "-i", "add", "cluster", "sluice")
         _until("slurmdbd", lambda: _run(*add, check=False).returncode == 0, self._log("slurmdbd"))
 
     # ---- processes
-
-    @property
-    def _socket(self) -> Path:
-        return self.base / "db/socket"
 
     def _log(self, name: str) -> Path:
         return self.base / "log" / f"{name}.out"
@@ -268,7 +268,7 @@ class Cluster:
         settings = {
             "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
             "SLURM_CONF": str(self.base / "etc/slurm.conf"),
-            "MYSQL_UNIX_PORT": str(self._socket),
+            "MYSQL_UNIX_PORT": str(self.base / "db/socket"),
             MARK: name,
         }
         output = os.open(self._log(name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -294,13 +294,6 @@ class Cluster:
                 found.setdefault(marks[0].removeprefix(start).decode(), []).append(int(entry.name))
         return found
 
-    def _end(self, name: str) -> None:
-        """Ask a daemon to end, and wait for it; kill it if it does not."""
-        pids = self._running().get(name, [])
-        for pid in pids:
-            os.kill(pid, signal.SIGTERM)
-        _until(f"the end of {name}", lambda: name not in self._running(), self._log(name))
-
     def _kill(self, names: Iterable[str]) -> None:
         """SIGKILL to daemons and nodes, until nothing of them is left."""
         wanted = set(names)
@@ -323,11 +316,6 @@ def _unshare() -> tuple[str, ...]:
 def _as_login(*command: str) -> tuple[str, ...]:
     """Slurm's daemons run only where the host name is what their config says."""
     return ("unshare", "--uts", "sh", "-c", 'hostname login1 && exec "$@"', "sh", *command)
-
-
-def _link(node: str) -> str:
-    """Name of this machine's end of a node's link."""
-    return f"{BRIDGE}{node}"
 
 
 def _show(node: str, field: str) -> str:
@@ -374,8 +362,7 @@ def _tail(log: Path) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="testbed.py", description=__doc__, formatter_class=plain)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", type=Path, default=BASE, help=f"where to put everything; not below /tmp ({BASE})")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     actions.add_parser("install", help="install the Debian packages that are missing")
@@ -399,7 +386,7 @@ def main() -> int:
         "status": lambda: print(cluster.status(), end=""),
         "kill": lambda: cluster.kill(words.node),
         "revive": lambda: cluster.revive(words.node),
-        "ctld": cluster.start_controller if vars(words).get("to") == "start" else cluster.stop_controller,
+        "ctld": lambda: cluster.start_controller() if words.to == "start" else cluster.stop_controller(),
         "accounting": lambda: cluster.set_accounting(words.to == "on"),
     }
     try:

@@ -48,7 +48,7 @@ def test_case(results, case):
 def test_a_world_of_another_size_says_what_is_wrong():
     done = launch(2, "--any")
     assert done.returncode != 0
-    for words in ("2 ranks, but the topology has 4", "MPICH Version: ", "--mpi=pmi2"):
+    for words in ("2 ranks, but the topology has 4", "MPICH Version: ", "slurm.mpi: pmi2"):
         assert words in done.stderr
 
 

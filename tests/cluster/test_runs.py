@@ -1,0 +1,105 @@
+"""Whole runs on a real Slurm: where ranks land, what they see, and that they learn there as on one machine."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from launcher import runs
+from tests.cluster import jobs
+from tests.cluster.testbed import NODES, Cluster
+
+LEARNING_STEPS = 15
+PLACE = re.compile(
+    r"rank (\d+) of (\d+), (\w+), local rank (\d+) on (\w+) \(host (\w+)\), fabric hsn0 (\S+), (.*)", re.MULTILINE
+)
+
+OPENMPI = ("slurm.mpi=pmix", "env.MPI4PY_MPIABI=openmpi")
+
+
+def places(run: Path) -> dict[int, tuple[str, ...]]:
+    """rank -> (world size, role, local rank, node, host, address, visible devices), as each rank said."""
+    found = {}
+    for rank, text in jobs.rank_logs(run).items():
+        match = PLACE.search(text)
+        assert match and int(match.group(1)) == rank, text
+        found[rank] = match.groups()[1:]
+    return found
+
+
+def check_places(run: Path, nodes: list[str], roles: list[str], gpus: str = "0") -> None:
+    """Ranks stand in order on these nodes, at the fabric's addresses, with one list of GPUs each."""
+    topology = json.loads((run / "topology.json").read_text())
+    assert topology["nodes"] == sorted(set(nodes))
+    found = places(run)
+    assert sorted(found) == list(range(len(nodes)))
+    for rank, (size, role, local, node, host, address, devices) in found.items():
+        assert (int(size), role, node, host) == (len(nodes), roles[rank], nodes[rank], nodes[rank])
+        assert int(local) == nodes[:rank].count(node)
+        assert address == NODES[node]
+        variable = "CUDA_VISIBLE_DEVICES" if node in ("n1", "n2") else "ROCR_VISIBLE_DEVICES"
+        assert devices == f"{variable}={gpus}"
+
+
+def engine_environment(run: Path, engine: int = 0) -> str:
+    """What the engine's log says of the GPUs it was given."""
+    return next((run / "attempts" / "0").glob(f"engine-{engine}*.log")).read_text()
+
+
+def test_a_submitted_run_learns_over_two_nodes(cluster: Cluster, quickstart: Path) -> None:
+    run = jobs.submit(
+        cluster.shared,
+        f"num_steps={LEARNING_STEPS}",
+        f"evaluation.interval={LEARNING_STEPS}",
+        config=jobs.ROOT / "configs/quickstart.yaml",
+    )
+    jobs.wait_end(run, "done")
+    check_places(run, ["n1", "n1", "n2"], ["control", "trainer", "agent"])
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    first, last = [line["eval/heldout/accuracy"] for line in lines if "eval/heldout/accuracy" in line]
+    assert 0.15 < first < 0.35 < first + 0.1 < last
+    jobs.trained_once(run, LEARNING_STEPS)
+    assert "Slurm" not in jobs.said(run)
+
+
+def test_a_template_trains_on_the_other_kind_with_the_other_mpi(cluster: Cluster, quickstart: Path) -> None:
+    options = ["-p", "rocm", "--gpus-per-node=2", "--cpus-per-task=8", f"--output={cluster.shared}/%j.log"]
+    site = ["gpus_per_node=2", "slurm.gpu_request=gres", *OPENMPI]
+    words = [x for word in site for x in ("--set-site", word)]
+    words += ["--set", "num_steps=2", "--set", f"runs_dir={cluster.shared}/template", "--site", "testbed"]
+    number = jobs.output("sbatch", "--parsable", *options, "sbatch/generic-rocm.sbatch", str(jobs.TINY), *words)
+    jobs.wait_for("the template's run", lambda: any((cluster.shared / "template").glob("*/job/id")))
+    (run,) = (cluster.shared / "template").iterdir()
+    jobs.wait_end(run, "done")
+    assert runs.job_id(run) == number
+    check_places(run, ["n3"] * 3 + ["n4"], ["control", "trainer", "trainer", "agent"], gpus="0,1")
+    jobs.trained_once(run, 2)
+    jobs.wait_for("its last words", lambda: "ended" in (cluster.shared / f"{number}.log").read_text())
+
+
+def test_two_training_and_two_rollout_nodes_of_both_kinds(cluster: Cluster, quickstart: Path) -> None:
+    sizes = ("cluster.num_train_nodes=2", "cluster.num_rollout_nodes=2", "num_steps=2")
+    run = jobs.submit(cluster.shared, *sizes, site=("partition=spot",))
+    jobs.wait_end(run, "done")
+    nodes = ["n1", "n1", "n2", "n2", "n3", "n4"]
+    check_places(run, nodes, ["control", "trainer", "agent", "trainer", "agent", "agent"])
+    jobs.trained_once(run, 2)
+
+
+@pytest.mark.parametrize(
+    ("site", "advice"),
+    [
+        (("slurm.mpi=pmix",), "pmi2"),  # MPICH aborts in MPI_Init
+        (("slurm.mpi=none",), "pmi2"),  # MPICH makes worlds of one rank
+        (("slurm.mpi=pmi2", "env.MPI4PY_MPIABI=openmpi"), "pmix"),  # OpenMPI aborts in MPI_Init
+    ],
+)
+def test_a_wrong_pairing_of_mpi_is_refused_with_advice(
+    cluster: Cluster, quickstart: Path, site: tuple[str, ...], advice: str
+) -> None:
+    run = jobs.submit(cluster.shared, site=site)
+    jobs.wait_end(run, "config")
+    report = runs.read_report(run, 0)
+    assert report is not None and advice in report.message and "different PMIs" in report.message
+    assert runs.last_attempt(run) == 0
