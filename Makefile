@@ -35,7 +35,7 @@ quickstart: $(STAMP)  ## train a tiny model on arithmetic, on this machine, in u
 	$(BIN)/python -m runtime.quickstart --out models/quickstart
 	$(BIN)/python -m launcher submit configs/quickstart.yaml $(SUBMIT_FLAGS)
 
-test: $(STAMP)  ## all tests (15 to 20 minutes on 2 cores)
+test: $(STAMP)  ## all tests (20 to 25 minutes on 2 cores), on a real Slurm too where it can be set up
 	$(PYTEST) tests
 
 check: $(STAMP)  ## formatter, linter, types, structure and unit tests (2 minutes)

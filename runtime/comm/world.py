@@ -39,6 +39,10 @@ _NAP_SHARE: Final = 1 / 8
 _HOST_BYTES: Final = 256
 _HEADER_TAG: Final = 1
 _BODY_TAG: Final = 2
+_NO_TAG: Final = 3
+
+_LINGER_S: Final = 10.0
+_LINGER_NAP_S: Final = 1e-3
 
 GroupName = Literal["world", "agents", "trainers"]
 Transfer = Generator[bool, None, Any]
@@ -61,6 +65,11 @@ class World:
         self._piece_bytes = piece_bytes
         self._owner = threading.get_ident()
         self._broken: list[Transfer] = []
+        self._inside = threading.Lock()
+        """Held by the thread that is inside MPI."""
+        self._said = threading.Event()
+        self._is_closed = False
+        threading.Thread(target=self._linger, name="mpi", daemon=True).start()
         self.rank: int = self._comm.rank
         self.size: int = self._comm.size
         self.watch: Callable[[], None] = _nothing
@@ -92,8 +101,9 @@ class World:
     # ---- messages ------------------------------------------------------------------------------------------------
 
     def deal(self, messages: Mapping[int, msgspec.Struct], timeout_s: float) -> None:
-        """Send one message to each of these ranks, all at the same time; returns when all are being received."""
+        """Send one message to each of these ranks, all at the same time; returns when MPI has let go of the buffers."""
         self._finish({rank: self._outgoing(rank, m) for rank, m in messages.items()}, "to take a message", timeout_s)
+        self._said.set()
 
     def gather(self, ranks: Iterable[int], kind: Any, timeout_s: float) -> dict[int, Any]:
         """The next message of each of these ranks.
@@ -115,7 +125,9 @@ class World:
 
     def poll(self, source: int, kind: Any, timeout_s: float) -> Any | None:
         """The next message of a rank if it has begun to arrive (the rest is waited for), else None."""
-        return self.receive(source, kind, timeout_s) if self._comm.Iprobe(source, _HEADER_TAG) else None
+        with self._inside:
+            has_begun = self._comm.Iprobe(source, _HEADER_TAG)
+        return self.receive(source, kind, timeout_s) if has_begun else None
 
     def broadcast(self, message: msgspec.Struct | None, kind: Any, timeout_s: float) -> Any:
         """Rank 0's message, on every rank; the others give None."""
@@ -129,12 +141,18 @@ class World:
 
     def barrier(self, group: GroupName, timeout_s: float) -> None:
         """Wait for all ranks of a group this rank is in."""
-        request = self._groups[group].Ibarrier()
+        with self._inside:
+            request = self._groups[group].Ibarrier()
         self._finish({-1: _until(request)}, f"until all of {group} reach a barrier", timeout_s)
 
     def close(self, timeout_s: float) -> None:
         """Leave together with all other ranks, and end MPI in this process."""
         self.barrier("world", timeout_s)
+        self._is_closed = True
+        with self._inside:
+            self._end()
+
+    def _end(self) -> None:
         for comm in self._groups.values():
             comm.Free()
         MPI.Finalize()
@@ -144,6 +162,19 @@ class World:
         MPI.COMM_WORLD.Abort(code)
 
     # ---- inside --------------------------------------------------------------------------------------------------
+
+    def _linger(self) -> None:
+        """Move on what was said last. A send may be done while MPI still holds the bytes, and libraries send them only
+        while the rank is inside MPI; its owner may be elsewhere, waiting for what those bytes bring about."""
+        while not self._is_closed:
+            self._said.wait()
+            self._said.clear()
+            end = time.monotonic() + _LINGER_S
+            while time.monotonic() < end and not self._is_closed:
+                with self._inside:
+                    if not self._is_closed:
+                        self._comm.Iprobe(MPI.ANY_SOURCE, _NO_TAG)
+                time.sleep(_LINGER_NAP_S)
 
     def _spread(self, ranks: Iterable[int], message: msgspec.Struct | None, kind: Any, timeout_s: float) -> Any:
         first, *others = ranks
@@ -157,12 +188,8 @@ class World:
         frames = encode(message)
         header = np.array([len(frames), framing.stream_bytes(frames)], np.int64)
         yield from _until(self._comm.Isend(header, dest, _HEADER_TAG))
-        # The last send ends only when it is being received. An Isend may be done while MPI still holds the bytes, and
-        # nobody moves them on once this rank does something else than MPI.
-        *pieces, last = framing.pieces(frames, self._piece_bytes)
-        for piece in pieces:
+        for piece in framing.pieces(frames, self._piece_bytes):
             yield from _until(self._comm.Isend([piece, MPI.BYTE], dest, _BODY_TAG))
-        yield from _until(self._comm.Issend([last, MPI.BYTE], dest, _BODY_TAG))
 
     def _incoming(self, source: int, kind: Any) -> Transfer:
         while not self._comm.Iprobe(source, _HEADER_TAG):
@@ -185,6 +212,10 @@ class World:
     def _finish(self, transfers: dict[int, Transfer], what: str, timeout_s: float) -> dict[int, Any]:
         """Turn by turn until all are done; results in the order given."""
         assert threading.get_ident() == self._owner, "only the thread that started the world may use it"
+        with self._inside:
+            return self._turns(transfers, what, timeout_s)
+
+    def _turns(self, transfers: dict[int, Transfer], what: str, timeout_s: float) -> dict[int, Any]:
         results = dict.fromkeys(transfers)
         start = last_moved = time.monotonic()
         while True:

@@ -69,6 +69,8 @@ def obstacle() -> str:
         return "only root can set up network namespaces, and this is not root"
     if not {"debian", "ubuntu"} & set(" ".join(families).split()):
         return "it installs Debian packages, and this is neither Debian nor Ubuntu"
+    if HERE.is_relative_to("/tmp"):
+        return f"nodes have a /tmp of their own and would not see this checkout ({HERE.parents[1]})"
     for path in (SYSTEM_CONFIG, CLIENT_CONFIG):
         if path.exists() and not path.is_symlink():
             return f"this machine has a Slurm of its own ({path})"
