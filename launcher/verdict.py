@@ -18,6 +18,9 @@ _WRONG_PMI: Final = (
     "OMPI was not built with SLURM's PMI support",  # OpenMPI under --mpi=pmi2 or none
 )
 
+_MPI_ABORT: Final = re.compile(r"Abort\(\d+\) on node \d+.*: Fatal error in internal_(?!Init).*")
+"""MPICH's, when the connection to a peer breaks."""
+
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """What the supervisor saw of an attempt."""
@@ -53,6 +56,8 @@ def judge(folder: Path, seen: Evidence) -> Report:
         return Report(kind="out_of_memory", message=message, rank=rank)
     if advice := _known(folder):
         return Report(kind="config", message=advice, rank=rank)
+    if failed := _mpi_failure(folder):
+        return Report(kind="peer_lost", message=f"MPI failed, as it does when a peer is gone: {failed}")
     if number:
         hint = "; somebody or something killed it, check memory use" if number == signal.SIGKILL else ""
         return Report(kind="peer_lost", message=f"{_who(ranks)} was killed by {_name(number)}{hint}", rank=rank)
@@ -71,6 +76,14 @@ def _known(folder: Path) -> str:
         text = log.read_text(errors="replace")
         if any(words in text for words in _WRONG_PMI):
             return PMI_ADVICE
+    return ""
+
+
+def _mpi_failure(folder: Path) -> str:
+    """The words of an MPI library that ended its rank once the world ran; empty: none did."""
+    for log in sorted(folder.glob("rank-*.log")):
+        if found := _MPI_ABORT.search(log.read_text(errors="replace")):
+            return found.group(0)
     return ""
 
 

@@ -216,6 +216,7 @@ class Loop:
                 self.feed(TRAIN_POLL_S)
             else:
                 self.absorb(TRAIN_POLL_S)
+            self.stop()  # raises where the order means that a peer is gone
             if time.monotonic() > deadline:
                 raise WaitTimeout(f"controller waited {self.rules.train_s:.0f} s for trainer ranks to train a batch")
         if self.rules.lockstep:

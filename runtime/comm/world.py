@@ -19,7 +19,7 @@ import numpy as np
 
 from runtime.comm import framing
 from runtime.comm.messages import decode, encode
-from runtime.errors import PMI_ADVICE, ConfigError, WaitTimeout
+from runtime.errors import PMI_ADVICE, ConfigError, PeerLost, WaitTimeout
 from runtime.topology import Topology
 
 # MPI must not start at import: engines' spawner forks before, and forking after it is undefined on many fabrics.
@@ -90,6 +90,8 @@ class World:
             WaitTimeout: not all ranks arrived.
         """
         MPI.Init_thread(MPI.THREAD_SERIALIZED)
+        for comm in (MPI.COMM_SELF, MPI.COMM_WORLD):
+            comm.Set_errhandler(MPI.ERRORS_RETURN)  # an exception says more than an abort; the rest inherits it
         _check_size(topology)
         _arrive(timeout_s)  # after it what follows does not wait for anybody
         world = MPI.COMM_WORLD.Dup()
@@ -113,6 +115,7 @@ class World:
 
         Raises:
             WaitTimeout: names the ranks that did not send theirs.
+            PeerLost: MPI failed, as it may when a peer dies.
             msgspec.ValidationError, ValueError: a message that is not of that kind.
         """
         return self._finish({rank: self._incoming(rank, kind) for rank in ranks}, f"for {_words(kind)}", timeout_s)
@@ -212,8 +215,11 @@ class World:
     def _finish(self, transfers: dict[int, Transfer], what: str, timeout_s: float) -> dict[int, Any]:
         """Turn by turn until all are done; results in the order given."""
         assert threading.get_ident() == self._owner, "only the thread that started the world may use it"
-        with self._inside:
-            return self._turns(transfers, what, timeout_s)
+        try:
+            with self._inside:
+                return self._turns(transfers, what, timeout_s)
+        except MPI.Exception as e:  # what MPI says of a peer that died, if it says anything
+            raise PeerLost(f"rank {self.rank} waited {what}, and MPI failed: {' '.join(str(e).split())[:300]}") from e
 
     def _turns(self, transfers: dict[int, Transfer], what: str, timeout_s: float) -> dict[int, Any]:
         results = dict.fromkeys(transfers)

@@ -11,11 +11,12 @@ from pathlib import Path
 
 from launcher import runs, slurm
 from launcher.states import States
+from tests.cluster import testbed
 from tests.tools import kill
 
 ROOT = Path(__file__).parents[2]
 TINY = Path(__file__).with_name("tiny.yaml")
-LIMIT_S = 120.0
+LIMIT_S = 60.0
 
 
 def output(*command: str) -> str:
@@ -37,8 +38,18 @@ def submit(shared: Path, *words: str, site: tuple[str, ...] = (), config: Path =
 def wait_for(what: str, is_so: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
     end = time.monotonic() + limit_s
     while not is_so():
-        assert time.monotonic() < end, f"waited {limit_s:.0f} s for {what}"
+        assert time.monotonic() < end, f"waited {limit_s:.0f} s for {what}\n{story()}"
         time.sleep(0.2)
+
+
+def story() -> str:
+    """What the newest run's supervisor and attempts said, for a test that fails."""
+    newest = max(testbed.Cluster().shared.glob("*/*/config.yaml"), key=lambda p: p.stat().st_mtime, default=None)
+    if newest is None:
+        return "no run"
+    run = newest.parent
+    ends = [f"{p.parent.name}: {p.read_text()}" for p in sorted(run.glob("attempts/*/report.json"))]
+    return "\n".join([str(run), said(run), *ends, (run / "status.json").read_text()])
 
 
 def wait_step(run: Path, step: int) -> None:

@@ -44,7 +44,6 @@ PACKAGES: Final = (
 )
 CLIENT_CONFIG: Final = Path("/run/slurm/conf")
 """Where Slurm's commands look when there is no /etc/slurm/slurm.conf; gone after a reboot, like the rest."""
-SYSTEM_CONFIG: Final = Path("/etc/slurm/slurm.conf")
 HOSTS: Final = Path("/etc/hosts")
 HOSTS_MARK: Final = "# sluice testbed"
 MARK: Final = "SLUICE_TESTBED"
@@ -71,7 +70,7 @@ def obstacle() -> str:
         return "it installs Debian packages, and this is neither Debian nor Ubuntu"
     if HERE.is_relative_to("/tmp"):
         return f"nodes have a /tmp of their own and would not see this checkout ({HERE.parents[1]})"
-    for path in (SYSTEM_CONFIG, CLIENT_CONFIG):
+    for path in (Path("/etc/slurm/slurm.conf"), CLIENT_CONFIG):
         if path.exists() and not path.is_symlink():
             return f"this machine has a Slurm of its own ({path})"
     if _run(*_unshare(), "true", check=False).returncode != 0:
@@ -273,13 +272,10 @@ class Cluster:
             "MYSQL_UNIX_PORT": str(self.base / "db/socket"),
             MARK: name,
         }
-        output = os.open(self._log(name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
+        with self._log(name).open("ab") as log:
             files = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)]
-            files += [(os.POSIX_SPAWN_DUP2, output, number) for number in (1, 2)]
+            files += [(os.POSIX_SPAWN_DUP2, log.fileno(), number) for number in (1, 2)]
             return os.posix_spawnp(command[0], command, settings, file_actions=files, setsid=True)
-        finally:
-            os.close(output)
 
     def _running(self) -> dict[str, list[int]]:
         """Daemon or node -> its marked processes, here or in namespaces below."""
