@@ -24,7 +24,7 @@ export PYTHONPATH := $(CURDIR)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv quickstart test check learn kills bench clean
+.PHONY: help venv quickstart test check learn kills long bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -49,6 +49,9 @@ learn: $(STAMP)  ## three seeds learn, the two controls do not
 
 kills: $(STAMP)  ## twenty kills, each resumed to the same bits
 	$(PYTEST) tests -m kills
+
+long: $(STAMP)  ## the slowest of the tests on a real Slurm
+	$(PYTEST) tests -m long
 
 bench: $(STAMP) $(TRL_STAMP)  ## speed against TRL and padded generate, growth of memory
 	$(PYTEST) tests -m bench -s

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from launcher import files, plan, script, slurm
+from launcher import files, layout, plan, script, slurm
 from launcher import site as machine
 from runtime import plugins, topology
 from runtime.config import Cluster, DataSet, RunConfig, SiteConfig
@@ -29,9 +29,10 @@ def everything(loaded: Loaded, site: SiteConfig) -> list[str]:
     config = loaded.config
     _check_plugins(loaded)
     _check_mode(loaded)
-    _check_topology(loaded, site)
+    ranks = _check_topology(loaded, site)
     files.check_runs_dir(config.runs_dir, loaded.where("runs_dir"))
     files.check_model(config.models.policy.path, loaded.where("models", "policy", "path"))
+    layout.check(loaded, ranks.trainers)
     return [*_sizes(loaded), *_check_data(loaded)]
 
 
@@ -77,10 +78,10 @@ def _check_mode(loaded: Loaded) -> None:
         )
 
 
-def _check_topology(loaded: Loaded, site: SiteConfig) -> None:
+def _check_topology(loaded: Loaded, site: SiteConfig) -> topology.Topology:
     config = loaded.config
     try:
-        topology.make(config.cluster, config.rollout, site, plan.placeholders(config, site))
+        made = topology.make(config.cluster, config.rollout, site, plan.placeholders(config, site))
     except ConfigError as e:
         raise ConfigError(loaded.where(*e.where.split(".")), e.problem, e.fix) from None
     if site.scheduler == "slurm":
@@ -95,6 +96,7 @@ def _check_topology(loaded: Loaded, site: SiteConfig) -> None:
             f"{config.rollout.engine!r} runs on CPUs, but site {site.name!r} gives it {site.gpus_per_node} GPUs a node",
             "write gpus_per_node: 0 in the site file",
         )
+    return made
 
 
 def _check_slurm(site: SiteConfig, loaded: Loaded) -> None:

@@ -125,13 +125,13 @@ class Supervisor:
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # submitit's time-limit signal; the local site has no limit
 
     def _end(self, report: Report, outlook: Outlook) -> Report:
-        self._say("ending")
-        self._plot()
-        cancelled = outlook.cancelled or self._cancelled()
         if outlook.next == "queued":
             self._say("queued")  # before it is true: a requeue ends this process
             if self._job.again():
                 return report
+        self._say("ending")
+        self._plot()
+        cancelled = outlook.cancelled or self._cancelled()
         self._say("cancelled" if cancelled and report.kind != "done" else final_state(report))
         return report
 

@@ -105,8 +105,27 @@ class Optimizer(Section, frozen=True, kw_only=True):
     """Global gradient norm; 0 turns clipping off."""
 
 
+class Parallel(Section, frozen=True, kw_only=True):
+    """How the megatron trainer cuts one model over trainer ranks; what is left of them is data-parallel."""
+
+    tensor: Positive = 1
+    """Ranks that share each layer."""
+    pipeline: Positive = 1
+    """Stages, each of some of the layers."""
+    virtual_pipeline: Positive = 1
+    """Model chunks of each stage (interleaved pipelining)."""
+    context: Positive = 1
+    """Ranks that share each sequence."""
+    expert: Positive = 1
+    """Ranks that share the experts of a layer, taken from all ranks of a pipeline stage."""
+    sequence_parallel: bool = False
+    """Norms and residuals cut over the tensor-parallel ranks by tokens; experts need it where tensor is above 1."""
+
+
 class Trainer(Section, frozen=True, kw_only=True):
-    kind: Literal["fsdp"] = "fsdp"
+    kind: Literal["fsdp", "megatron"] = "fsdp"
+    """fsdp: any transformers model, sharded over all trainer ranks; megatron: cut as `parallel` says."""
+    parallel: Parallel = field(default_factory=Parallel)
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     """Of forward and backward; masters, gradients' sums and optimizer state are float32."""
     optimizer: Optimizer = field(default_factory=Optimizer)

@@ -20,7 +20,7 @@ from runtime.metrics import Recorder
 from runtime.publish import Publisher
 from runtime.rollout.tokenizer import HfTokenizer
 from runtime.state import Checkpoints
-from runtime.topology import Topology
+from runtime.topology import Topology, leaders
 from runtime.trainer.base import Algorithm
 from runtime.types import Batch, Group, RunState
 
@@ -32,6 +32,7 @@ class Controller:
 
     def __init__(self, config: RunConfig, run_dir: Path, topology: Topology, attempt: int) -> None:
         self._config, self._run_dir, self._topology, self._attempt = config, run_dir, topology, attempt
+        self._leaders = leaders(topology.trainers, config.trainer.parallel)
         self._checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
         found = self._checkpoints.load()
         self.resume_from: Path | None = found[0] if found else None
@@ -44,7 +45,12 @@ class Controller:
         recorder.event("attempt", number=self._attempt, step=state.step)
         fleet = Fleet(self._topology, mailbox, lambda kind, e, why: recorder.event(kind, engine=e, reason=why))
         world.watch = lambda: fleet.pump(0.0)
-        learner = Learner(world, self._topology.trainers, idle=lambda: fleet.pump(0.005))
+
+        def idle() -> None:
+            fleet.pump(0.005)
+            stop()  # raises where the order means that a peer is gone: trainer ranks may wait for it for ever
+
+        learner = Learner(world, self._topology.trainers, self._leaders, idle=idle)
         fleet.wait_engines(config.limits.start_s)
         publisher = Publisher(fleet, learner, config.sync)
         buffer = self._buffer()
@@ -94,7 +100,7 @@ class Controller:
     def _batch(self) -> Callable[[Sequence[Group], int], Batch]:
         algorithm = algorithm_of(self._config)
         trainer = self._config.trainer
-        num_dp = len(self._topology.trainers)
+        num_dp = len(self._leaders)
 
         def make(groups: Sequence[Group], step: int) -> Batch:
             return batching.make_batch(

@@ -50,15 +50,21 @@ class GroupBroken(Exception):
 class Learner:
     """Talks to every trainer rank. `idle` is called while it waits, so that nothing else stands still."""
 
-    def __init__(self, world: World, ranks: Sequence[int], idle: Callable[[], None]) -> None:
-        self._world, self._ranks, self._idle = world, tuple(ranks), idle
+    def __init__(self, world: World, ranks: Sequence[int], leaders: Sequence[int], idle: Callable[[], None]) -> None:
+        """
+        Args:
+            ranks: world ranks of the trainer ranks.
+            leaders: those of them that are handed a share each, in the order of shares.
+        """
+        self._world, self._ranks, self._leaders, self._idle = world, tuple(ranks), tuple(leaders), idle
         self._answers: dict[int, Answer] = {}
 
     # ---- training
 
     def begin(self, batch: Batch) -> None:
         """Deal a batch; `training()` says when it is trained."""
-        self._say([Train(share=share) for share in batch.shares])
+        shares = dict(zip(self._leaders, batch.shares, strict=True))
+        self._say([Train(share=shares.get(rank)) for rank in self._ranks])
 
     def training(self) -> dict[str, float] | None:
         """Metrics of the batch begun last, or None while it is being trained."""

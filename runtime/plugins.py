@@ -29,8 +29,13 @@ PACKAGES: Final[dict[str, str]] = {
 
 def names(kind: str) -> list[str]:
     """The plugins of one kind that come with the project, sorted."""
-    package = importlib.import_module(PACKAGES[kind])
-    return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_"))
+    return files(PACKAGES[kind])
+
+
+def files(package: str) -> list[str]:
+    """Names of the modules in a package, sorted; none is imported."""
+    path = importlib.import_module(package).__path__
+    return sorted(m.name for m in pkgutil.iter_modules(path) if not m.name.startswith("_"))
 
 
 def find(kind: str, name: str, where: str) -> ModuleType:

@@ -98,11 +98,10 @@ def run_agent(rank: Rank, guard: Guard) -> str:
 def run_trainer(rank: Rank, guard: Guard) -> str:
     """A trainer rank: torch is imported here, and nowhere else outside the engines."""
     from runtime.comm.weights import BroadcastSender
-    from runtime.trainer import group, worker
-    from runtime.trainer.fsdp import FsdpTrainer, configure_torch
+    from runtime.trainer import factory, group, worker
 
     config, limits = rank.config, rank.config.limits
-    configure_torch(config.trainer.threads or _threads(rank), config.deterministic)
+    group.configure_torch(config.trainer.threads or _threads(rank), config.deterministic)
     stack = ExitStack()
     world = _join(rank, guard)
     bootstrap = world.broadcast(None, Bootstrap, limits.start_s)
@@ -115,12 +114,14 @@ def run_trainer(rank: Rank, guard: Guard) -> str:
     if (size := len(rank.topology.trainers)) > 1:
         backend = device.backend(where)
         group.start(world, own, size, backend=backend, interface=rank.interface, timeout_s=limits.start_s)
-    trainer = FsdpTrainer(
-        Path(config.models.policy.path),
-        config.trainer,
-        where,
-        temperature=config.rollout.sampling.temperature,
-        bucket_bytes=config.sync.bucket_bytes,
+    trainer = stack.enter_context(
+        factory.ready(
+            Path(config.models.policy.path),
+            config.trainer,
+            where,
+            temperature=config.rollout.sampling.temperature,
+            bucket_bytes=config.sync.bucket_bytes,
+        )
     )
     if bootstrap.resume:
         trainer.restore(Path(bootstrap.resume))

@@ -12,13 +12,13 @@ controller. In split mode engines stand on rollout nodes; colocated, on the trai
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from runtime.config import Cluster, Rollout, SiteConfig
+from runtime.config import Cluster, Parallel, Rollout, SiteConfig
 from runtime.errors import ConfigError
 
 Role = Literal["agent", "trainer"]
@@ -77,6 +77,63 @@ def load(file: Path) -> Topology:
 def num_nodes(cluster: Cluster) -> int:
     """Nodes a run asks for, without spares."""
     return cluster.num_train_nodes + (cluster.num_rollout_nodes if cluster.mode == "split" else 0)
+
+
+def leaders(trainers: Sequence[int], parallel: Parallel) -> tuple[int, ...]:
+    """World ranks of the trainer ranks that are handed a share, one for each data-parallel rank; each hands it on to
+    the ranks that train on it together. Megatron counts tensor first, then context, data, pipeline: of 8 trainer ranks
+    with tensor 2 and pipeline 2
+
+        trainer rank   0  1  2  3  4  5  6  7
+        share          0  0  1  1  0  0  1  1      ranks 0 and 2 lead
+
+    Raises:
+        ConfigError: the trainer ranks cannot be cut so.
+    """
+    p, count = parallel, len(trainers)
+    if count % (p.tensor * p.pipeline * p.context):
+        sizes = f"tensor {p.tensor} * pipeline {p.pipeline} * context {p.context}"
+        problem = f"{sizes} does not divide the {count} trainer ranks"
+        raise ConfigError("trainer.parallel", problem, "choose factors, or change cluster.num_train_nodes")
+    of_stage = count // p.pipeline
+    if of_stage % p.expert:
+        problem = f"{p.expert} does not divide the {of_stage} trainer ranks of a pipeline stage"
+        raise ConfigError("trainer.parallel.expert", problem, "choose a factor of it")
+    return tuple(trainers[: of_stage : p.tensor * p.context])
+
+
+def check_cut(parallel: Parallel, sizes: Mapping[str, int], num_layers: int | None, num_experts: int) -> None:
+    """Whether a model can be cut so.
+
+    Args:
+        sizes: what tensor parallelism shares out evenly, by the words for it: {"attention heads": 32, ...}.
+        num_layers: None: not known.
+        num_experts: of a layer; 0: none.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    p = parallel
+    for what, size in sizes.items():
+        if size % p.tensor:
+            problem = f"{p.tensor} does not divide the model's {size} {what}"
+            raise ConfigError("trainer.parallel.tensor", problem, "use a factor")
+    if p.virtual_pipeline > 1 and p.pipeline == 1:
+        problem = f"{p.virtual_pipeline} model chunks, but pipeline is 1"
+        raise ConfigError("trainer.parallel.virtual_pipeline", problem, "set it to 1, or pipeline to 2 or more")
+    if num_layers is not None and (places := p.pipeline * p.virtual_pipeline) > num_layers:
+        problem = f"pipeline * virtual_pipeline is {places}, but the model has {num_layers} layers"
+        raise ConfigError("trainer.parallel.pipeline", problem, "use fewer")
+    if p.sequence_parallel and p.tensor == 1:
+        raise ConfigError("trainer.parallel.sequence_parallel", "there is nothing to cut with tensor 1", "leave it out")
+    if not num_experts and p.expert > 1:
+        raise ConfigError("trainer.parallel.expert", f"{p.expert}, but the model has no experts", "set it to 1")
+    if num_experts % p.expert:
+        problem = f"{p.expert} does not divide the model's {num_experts} experts"
+        raise ConfigError("trainer.parallel.expert", problem, "use a factor")
+    if num_experts and p.tensor > 1 and not p.sequence_parallel:
+        problem = "a model with experts and tensor above 1 needs it"
+        raise ConfigError("trainer.parallel.sequence_parallel", problem, "set it to true")
 
 
 def make(cluster: Cluster, rollout: Rollout, site: SiteConfig, nodes: Sequence[str]) -> Topology:

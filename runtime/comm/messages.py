@@ -164,7 +164,8 @@ FromAgent = Hello | EngineReady | EngineDown | Finished | Journal | Reply | Faul
 
 
 class Train(Record, frozen=True, kw_only=True, tag="train"):
-    share: Share
+    share: Share | None
+    """None: this rank gets it from the leader of its data-parallel group."""
 
 
 class OpenGroup(Record, frozen=True, kw_only=True, tag="open_group"):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
-from runtime.types import Manifest, MicroBatch, Totals
+from runtime.types import Manifest, MicroBatch, Share, Totals
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,6 +61,11 @@ class Algorithm(Protocol):
 class Trainer(Protocol):
     """One role's model on this trainer rank and its peers. Called by every trainer rank in the same order."""
 
+    def hand_on(self, share: Share | None) -> Share:
+        """The share of this rank's data-parallel group: given to its leader, from there to the ranks that train on it
+        too, which give None. See topology.leaders."""
+        ...
+
     def score(self, share: Sequence[MicroBatch], module: str, want: frozenset[str]) -> list[Scores]:
         """Forward without gradient. `module` is policy or reference; `want` of: logprobs, entropy, values."""
         ...
@@ -77,7 +82,7 @@ class Trainer(Protocol):
         ...
 
     def all_sum(self, values: Tensor) -> Tensor:
-        """The sum over trainer ranks, on each."""
+        """The sum over shares, on each trainer rank."""
         ...
 
     def manifest(self) -> Manifest: ...

@@ -6,8 +6,9 @@ torch.distributed.checkpoint, which puts them together again for another number 
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -67,9 +68,17 @@ def export(folder: Path, source: Path, weights: Iterable[tuple[str, Tensor]], dt
     # Not the trained model itself: fully_shard made a class of its own of that, whose name would go into config.json.
     with torch.device("meta"):
         plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=dtype)
+    with whole(folder, source) as beside:
+        plain.save_pretrained(beside, state_dict=state)
+
+
+@contextlib.contextmanager
+def whole(folder: Path, source: Path) -> Iterator[Path]:
+    """A folder to write a model into; at the end it gets the tokenizer of `source` and becomes `folder`, unless
+    something was raised."""
     beside = folder.with_name(folder.name + ".part")
     shutil.rmtree(beside, ignore_errors=True)
-    plain.save_pretrained(beside, state_dict=state)
+    yield beside
     for file in {file for pattern in TOKENIZER_FILES for file in source.glob(pattern)}:
         shutil.copyfile(file, beside / file.name)
     shutil.rmtree(folder, ignore_errors=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -22,18 +21,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from runtime import config
 from runtime.device import backend, release_memory, select
-from runtime.errors import ConfigError
 from runtime.trainer import checkpoint, model
 from runtime.trainer.base import Loss, Scores
-from runtime.types import Manifest, MicroBatch, Totals
-
-DTYPES: Final[dict[str, torch.dtype]] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def configure_torch(threads: int, deterministic: bool) -> None:
-    """Thread count and determinism of this process; before any tensor is made."""
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic)
+from runtime.types import Manifest, MicroBatch, Share, Totals
 
 
 class FsdpTrainer:
@@ -49,13 +39,9 @@ class FsdpTrainer:
             temperature: of sampling, which log-probs are scaled by.
             bucket_bytes: of a push, told to engines in the manifest.
         """
-        if temperature <= 0:
-            raise ConfigError(
-                "rollout.sampling.temperature", f"{temperature}: greedy answers cannot be trained on", "use e.g. 1.0"
-            )
         select(device)
         self.path, self.options, self.device = path, options.optimizer, device
-        self.dtype, self.temperature, self.bucket_bytes = DTYPES[options.precision], temperature, bucket_bytes
+        self.dtype, self.temperature, self.bucket_bytes = model.DTYPES[options.precision], temperature, bucket_bytes
         self.rank, self.num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.model = model.load(path, device)
         whole = self.num_ranks == 1 and self.dtype == torch.float32
@@ -72,6 +58,10 @@ class FsdpTrainer:
         checkpoint.initialise(self.optimizer)
         self.counters = torch.zeros(1, dtype=torch.int64)
         """[1]: updates made."""
+
+    def hand_on(self, share: Share | None) -> Share:
+        assert share is not None, "every rank leads a data-parallel group of one"
+        return share
 
     def score(self, share: Sequence[MicroBatch], module: str, want: frozenset[str]) -> list[Scores]:
         assert module == "policy", f"no {module} model is loaded"
@@ -142,7 +132,6 @@ class FsdpTrainer:
         self._move(self.device)
 
     def all_sum(self, values: Tensor) -> Tensor:
-        """The sum over trainer ranks, on each."""
         return self._all_reduce(values, dist.ReduceOp.SUM)
 
     def _mesh(self) -> DeviceMesh:

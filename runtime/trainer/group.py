@@ -16,6 +16,12 @@ from runtime.comm.rendezvous import listen_store, reach_store
 from runtime.types import GroupAddress
 
 
+def configure_torch(threads: int, deterministic: bool) -> None:
+    """Thread count and determinism of this process; before any tensor is made."""
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
+
+
 class World(Protocol):
     """What this needs of comm.world.World."""
 

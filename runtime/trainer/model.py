@@ -9,6 +9,7 @@ half as slow again.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 import msgspec
 import torch
@@ -23,6 +24,9 @@ from runtime.trainer import attention, maths
 from runtime.trainer.base import Scores
 from runtime.trainer.prefixes import distinct
 from runtime.types import MicroBatch
+
+DTYPES: Final[dict[str, torch.dtype]] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""By the config's `precision`."""
 
 
 def load(path: Path, device: torch.device) -> PreTrainedModel:

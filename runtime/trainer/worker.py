@@ -94,8 +94,9 @@ class _Worker:
                 pass
         return m.Done()
 
-    def _train(self, share: Share) -> dict[str, float]:
+    def _train(self, given: Share | None) -> dict[str, float]:
         begin = time.perf_counter()
+        share = self.trainer.hand_on(given)
         updates = [[self._to_device(batch) for batch in update] for update in share.updates]
         batches = [batch for update in updates for batch in update]
         if "old" in self.algorithm.needs and len(updates) > 1:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.architecture import rules_imports, rules_style, rules_words
-from tests.architecture.tree import Rule, Tree
+from tests.architecture.tree import Module, Rule, Tree
 
 ROOT = Path(__file__).parents[2]
 RULES = (*rules_imports.RULES, *rules_style.RULES, *rules_words.RULES)
@@ -53,5 +53,8 @@ def test_no_excuse_is_stale() -> None:
         assert any(map(rules_style.catches_everything, ast.walk(named[excuse]))), excuse
     for path in rules_style.PROCESS_EDGES:
         assert any(map(rules_style.catches_everything, ast.walk(modules[path].ast))), path
+    for path in rules_imports.DEVICE_HOMES:
+        elsewhere = ast.unparse(modules[path].ast)
+        assert rules_imports.asks_about_devices(Module("runtime/elsewhere.py", elsewhere)), path
     for path in rules_style.SPEAKS:
         assert any(rules_style.called(call) == "print" for call in modules[path].nodes(ast.Call)), path

@@ -100,6 +100,7 @@ def test_a_rank_lost_within_the_grace_is_no_ordinary_loss(cluster: Cluster, quic
     assert jobs.state(run) == "cancelled"
 
 
+@pytest.mark.long
 def test_a_preempted_job_of_a_partition_that_cancels_goes_on(cluster: Cluster, quickstart: Path, tidy: None) -> None:
     run = jobs.submit(cluster.shared, *MORE, site=("partition=spotcancel",))
     jobs.wait_step(run, 1)

@@ -1,8 +1,9 @@
-"""A trainer rank's command stream: real trainer, real algorithm, real weight channel; commands given by hand."""
+"""A trainer rank's command stream: real trainers, real algorithm, real weight channel; commands given by hand."""
 
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from runtime.comm.weights import BroadcastReceiver, BroadcastSender, digest
 from runtime.errors import PeerLost, WaitTimeout
 from runtime.trainer import worker
 from runtime.trainer.algorithms import grpo
-from tests.contract.trainer_setup import make_groups, make_model, make_trainer, weights_of
+from tests.contract.trainer_setup import LAYOUTS, around, make_groups, make_model, make_trainer, weights_of
 
 SETTINGS = worker.Settings(device="cpu", timeout_s=1.0)
 
@@ -41,6 +42,13 @@ def model(tmp_path_factory) -> Path:
     return make_model(tmp_path_factory.mktemp("model") / "tied")
 
 
+@pytest.fixture(scope="module", params=LAYOUTS)
+def make(request):
+    """Makes trainers of one kind: the stream of commands is the same for all."""
+    with around(request.param):
+        yield partial(make_trainer, kind=request.param)
+
+
 def share(seed: int, num_updates: int):
     algorithm = grpo.build(grpo.Config())
     batch = make_batch(make_groups(seed), 0, algorithm, num_dp=1, num_updates=num_updates, max_tokens=64)
@@ -53,8 +61,8 @@ def serve(port: Script, trainer, sender=None, options: grpo.Config | None = None
     return port.answers
 
 
-def test_training_saving_and_exporting(model: Path, tmp_path: Path) -> None:
-    trainer, before = make_trainer(model), None
+def test_training_saving_and_exporting(make, model: Path, tmp_path: Path) -> None:
+    trainer, before = make(model), None
     before = weights_of(trainer)
     saved, exported = tmp_path / "shards", tmp_path / "hf"
     train, described, *done = serve(
@@ -76,14 +84,14 @@ def test_training_saving_and_exporting(model: Path, tmp_path: Path) -> None:
     assert described == m.Described(manifest=trainer.manifest())
     assert done == [m.Done()] * 3
     assert not all(tensor.equal(before[name]) for name, tensor in trainer.weights())
-    other = make_trainer(model)
+    other = make(model)
     other.restore(saved)
     assert all(tensor.equal(weights_of(trainer)[name]) for name, tensor in other.weights())
     assert (exported / "model.safetensors").exists()
 
 
-def test_one_update_needs_no_second_forward(model: Path) -> None:
-    trainer = make_trainer(model)
+def test_one_update_needs_no_second_forward(make, model: Path) -> None:
+    trainer = make(model)
     scored: list[str] = []
     score = trainer.score
     trainer.score = lambda batches, module, want: scored.append(module) or score(batches, module, want)
@@ -93,8 +101,8 @@ def test_one_update_needs_no_second_forward(model: Path) -> None:
     assert scored == ["policy"]
 
 
-def test_a_share_without_updates_trains_nothing(model: Path) -> None:
-    trainer = make_trainer(model)
+def test_a_share_without_updates_trains_nothing(make, model: Path) -> None:
+    trainer = make(model)
     before = weights_of(trainer)
     empty = make_batch([], 0, grpo.build(grpo.Config()), num_dp=1, num_updates=1, max_tokens=64).shares[0]
     answer, _ = serve(Script(m.Train(share=empty), m.StopTrainer()), trainer)
@@ -102,9 +110,9 @@ def test_a_share_without_updates_trains_nothing(model: Path) -> None:
     assert all(tensor.equal(before[name]) for name, tensor in trainer.weights())
 
 
-def test_a_push_reaches_a_member(model: Path) -> None:
+def test_a_push_reaches_a_member(make, model: Path) -> None:
     """The engine's side runs beside it in a thread, and holds what the trainer holds."""
-    trainer = make_trainer(model)
+    trainer = make(model)
     sender = BroadcastSender("127.0.0.1", "gloo", device="cpu", timeout_s=20.0)
     received: dict[str, torch.Tensor] = {}
 
@@ -135,11 +143,11 @@ def test_a_push_reaches_a_member(model: Path) -> None:
     assert all(tensor.equal(received[name]) for name, tensor in trainer.weights())
 
 
-def test_a_group_that_does_not_form_is_a_failure_and_no_end(model: Path) -> None:
+def test_a_group_that_does_not_form_is_a_failure_and_no_end(make, model: Path) -> None:
     sender = BroadcastSender("127.0.0.1", "gloo", device="cpu", timeout_s=0.5)
     opened, joined, closed, stopped = serve(
         Script(m.OpenGroup(name="g", world_size=2), m.JoinGroup(name="g"), m.CloseGroup(name="g"), m.StopTrainer()),
-        make_trainer(model),
+        make(model),
         sender,
     )
     assert isinstance(opened, m.Opened)
@@ -147,9 +155,9 @@ def test_a_group_that_does_not_form_is_a_failure_and_no_end(model: Path) -> None
     assert closed == stopped == m.Done()
 
 
-def test_a_push_that_breaks_gathers_to_the_end(model: Path) -> None:
+def test_a_push_that_breaks_gathers_to_the_end(make, model: Path) -> None:
     """Other ranks gather every weight, so this one must, or the next collective would meet the wrong one."""
-    trainer = make_trainer(model)
+    trainer = make(model)
     gathered: list[str] = []
     weights = trainer.weights
 
@@ -169,18 +177,18 @@ def test_a_push_that_breaks_gathers_to_the_end(model: Path) -> None:
     assert tuple(gathered) == trainer.manifest().names
 
 
-def test_a_rank_without_groups_takes_part_in_gathering(model: Path) -> None:
-    trainer = make_trainer(model)
+def test_a_rank_without_groups_takes_part_in_gathering(make, model: Path) -> None:
+    trainer = make(model)
     commands = (m.OpenGroup(name="g", world_size=2), m.Push(group="g", version=1), m.StopTrainer())
     assert serve(Script(*commands), trainer) == [m.Done(), m.Pushed(digests={}), m.Done()]
 
 
-def test_what_is_no_fault_of_a_group_ends_the_rank(model: Path, tmp_path: Path) -> None:
+def test_what_is_no_fault_of_a_group_ends_the_rank(make, model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
-        serve(Script(m.Export(path=str(tmp_path / "file" / "hf"))), make_trainer(model))
+        serve(Script(m.Export(path=str(tmp_path / "file" / "hf"))), make(model))
 
 
-def test_silence_ends_the_rank(model: Path) -> None:
+def test_silence_ends_the_rank(make, model: Path) -> None:
     with pytest.raises(WaitTimeout, match=r"1\.0 s"):
-        serve(Script(m.Describe()), make_trainer(model))
+        serve(Script(m.Describe()), make(model))

@@ -1,6 +1,6 @@
 """Number of ranks -> name -> (how the model is cut, models that are run so)."""
 
-from runtime.trainer.megatron.groups import Parallel
+from runtime.config import Parallel
 
 DENSE = ("qwen3", "qwen3_tied", "qwen2", "qwen2_tied", "llama")
 SPARSE = ("qwen3_moe", "deepseek_v3", "glm4_moe")
@@ -10,24 +10,24 @@ LAYOUTS: dict[int, dict[str, tuple[Parallel, tuple[str, ...]]]] = {
     1: {"one rank": (Parallel(), (*DENSE, *SPARSE, *VARIANTS))},
     2: {
         "dp2": (Parallel(), ("qwen3", "qwen3_tied", *SPARSE)),
-        "tp2": (Parallel(tp=2), ("qwen3", "qwen2_tied", "llama")),
-        "tp2 sp": (Parallel(tp=2, sequence_parallel=True), (*DENSE, *SPARSE, *VARIANTS, "deepseek_v3 bfloat16")),
-        "pp2": (Parallel(pp=2), ("qwen3", "qwen3_tied", "qwen2_tied", *SPARSE, "qwen3_tied bfloat16")),
-        "pp2 vpp2": (Parallel(pp=2, vpp=2), ("qwen3", "qwen3_tied", "qwen3_moe")),
-        "cp2": (Parallel(cp=2), ("qwen3", "qwen2_tied", "llama", *SPARSE)),
-        "ep2": (Parallel(ep=2), SPARSE),
+        "tp2": (Parallel(tensor=2), ("qwen3", "qwen3_odd", "qwen2_tied", "llama")),
+        "tp2 sp": (Parallel(tensor=2, sequence_parallel=True), (*DENSE, *SPARSE, *VARIANTS, "deepseek_v3 bfloat16")),
+        "pp2": (Parallel(pipeline=2), ("qwen3", "qwen3_tied", "qwen2_tied", *SPARSE, "qwen3_tied bfloat16")),
+        "pp2 vpp2": (Parallel(pipeline=2, virtual_pipeline=2), ("qwen3", "qwen3_tied", "qwen3_moe")),
+        "cp2": (Parallel(context=2), ("qwen3", "qwen2_tied", "llama", *SPARSE)),
+        "ep2": (Parallel(expert=2), SPARSE),
     },
     4: {
-        "tp2 pp2": (Parallel(tp=2, pp=2), ("qwen3_tied", "qwen2")),
-        "tp2 dp2": (Parallel(tp=2), ("qwen3", "llama")),
-        "pp2 dp2": (Parallel(pp=2), ("qwen3_tied",)),
-        "pp2 vpp2 dp2": (Parallel(pp=2, vpp=2), ("qwen3_tied",)),
-        "pp2 cp2": (Parallel(pp=2, cp=2), ("qwen3", "deepseek_v3")),
-        "tp2 sp cp2": (Parallel(tp=2, cp=2, sequence_parallel=True), ("qwen3_tied", "deepseek_v3")),
-        "tp2 sp ep2": (Parallel(tp=2, ep=2, sequence_parallel=True), SPARSE),
-        "tp2 sp ep4": (Parallel(tp=2, ep=4, sequence_parallel=True), ("deepseek_v3",)),
-        "pp2 ep2": (Parallel(pp=2, ep=2), SPARSE),
-        "cp2 ep2": (Parallel(cp=2, ep=2), ("qwen3_moe",)),
-        "pp4": (Parallel(pp=4), ("qwen3_tied",)),
+        "tp2 pp2": (Parallel(tensor=2, pipeline=2), ("qwen3_tied", "qwen3_odd", "qwen2")),
+        "tp2 dp2": (Parallel(tensor=2), ("qwen3", "llama")),
+        "pp2 dp2": (Parallel(pipeline=2), ("qwen3_tied",)),
+        "pp2 vpp2 dp2": (Parallel(pipeline=2, virtual_pipeline=2), ("qwen3_tied",)),
+        "pp2 cp2": (Parallel(pipeline=2, context=2), ("qwen3", "deepseek_v3")),
+        "tp2 sp cp2": (Parallel(tensor=2, context=2, sequence_parallel=True), ("qwen3_tied", "deepseek_v3")),
+        "tp2 sp ep2": (Parallel(tensor=2, expert=2, sequence_parallel=True), SPARSE),
+        "tp2 sp ep4": (Parallel(tensor=2, expert=4, sequence_parallel=True), ("deepseek_v3",)),
+        "pp2 ep2": (Parallel(pipeline=2, expert=2), SPARSE),
+        "cp2 ep2": (Parallel(context=2, expert=2), ("qwen3_moe",)),
+        "pp4": (Parallel(pipeline=4), ("qwen3_tied",)),
     },
 }

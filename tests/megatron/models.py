@@ -72,6 +72,9 @@ MIXTURE = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok":
 CONFIGS: dict[str, Any] = {
     "qwen3": lambda: hf.Qwen3Config(**DENSE, head_dim=16),
     "qwen3_tied": lambda: hf.Qwen3Config(**{**DENSE, "tie_word_embeddings": True, "num_hidden_layers": 5}, head_dim=16),
+    "qwen3_odd": lambda: hf.Qwen3Config(
+        **{**DENSE, "tie_word_embeddings": True, "vocab_size": VOCABULARY + 1}, head_dim=16
+    ),
     "qwen2": lambda: hf.Qwen2Config(**DENSE),
     "qwen2_tied": lambda: hf.Qwen2Config(**{**DENSE, "tie_word_embeddings": True}),
     "llama": lambda: hf.LlamaConfig(**{**DENSE, "max_position_embeddings": 16384}, head_dim=16, rope_parameters=LLAMA3),
@@ -135,7 +138,7 @@ def reference(folder: Path, num: int) -> None:
     model.train()
     found: dict[str, Tensor] = {}
     for number, (tokens, starts) in enumerate(batches(num)):
-        rows = torch.zeros(len(tokens), VOCABULARY)
+        rows = torch.zeros(len(tokens), model.config.vocab_size)
         for a, b in pairwise(starts):
             if b - a > 1:
                 logits = model(input_ids=tokens[a : b - 1][None]).logits[0]

@@ -25,6 +25,7 @@ LIMITS = {
     "round trip": 0.0,
     "round trip after training": 0.0,
     "read beside its own": 0.0,
+    "share of another": 0.0,
     "logits": 1e-4,
     "logprobs": 1e-4,
     "logprobs at temperature 1": 1e-4,

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from runtime import topology
+from runtime.config import Parallel
 from runtime.errors import ConfigError
 from runtime.trainer.megatron import convert, families, family, model, table
 from runtime.trainer.megatron.cpu import megatron_on_cpu
-from runtime.trainer.megatron.groups import Parallel
 from runtime.trainer.megatron.packing import pack, padded_length
 from runtime.trainer.megatron.stages import Stages
 from runtime.trainer.megatron.weight_files import WeightFiles
@@ -147,7 +148,7 @@ def test_the_shim_leaves_nothing_behind():
 
 def test_the_shim_refuses_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(RuntimeError, match="GPU"), megatron_on_cpu():
+    with pytest.raises(ConfigError, match="GPU"), megatron_on_cpu():
         pass
 
 
@@ -155,7 +156,7 @@ def test_the_shim_refuses_a_gpu(monkeypatch):
 def test_stages_hold_every_layer_once_and_evenly(num_layers, pp, vpp):
     if pp * vpp > num_layers or (vpp > 1 and pp == 1):
         with pytest.raises(ConfigError, match=r"trainer\.parallel"):
-            Stages(num_layers, pp, vpp)
+            topology.check_cut(Parallel(pipeline=pp, virtual_pipeline=vpp), {}, num_layers, 0)
         return
     stages = Stages(num_layers, pp, vpp)
     held = []
@@ -303,11 +304,11 @@ def test_a_model_that_would_be_computed_wrongly_is_refused(folder, name):
 @pytest.mark.parametrize(
     ("parallel", "name", "words"),
     [
-        (Parallel(tp=4), "qwen3", "key-value heads"),
-        (Parallel(tp=3), "qwen3", "attention heads"),
-        (Parallel(ep=2), "qwen3", "no experts"),
-        (Parallel(ep=3), "qwen3_moe", "4 experts"),
-        (Parallel(tp=2), "qwen3_moe", "sequence_parallel"),
+        (Parallel(tensor=4), "qwen3", "key-value heads"),
+        (Parallel(tensor=3), "qwen3", "attention heads"),
+        (Parallel(expert=2), "qwen3", "no experts"),
+        (Parallel(expert=3), "qwen3_moe", "4 experts"),
+        (Parallel(tensor=2), "qwen3_moe", "sequence_parallel"),
         (Parallel(sequence_parallel=True), "qwen3", "sequence_parallel"),
     ],
 )

@@ -57,6 +57,11 @@ def refused(capsys, *argv: str) -> str:
         ("trainer.optimizer.beta1=1.0", ["trainer.optimizer.beta1", "1.0"]),
         ("sync.timeout_s=.inf", ["sync.timeout_s", "inf"]),
         ("rollout.sampling.top_k=-7", ["rollout.sampling.top_k", "-7"]),
+        ("trainer.kind=megatrn", ["trainer.kind", "'megatrn'", "fsdp, megatron"]),
+        ("trainer.parallel.tensor=2", ["--set: trainer.parallel.tensor", "is 2", "fsdp", "trainer.kind: megatron"]),
+        ("trainer={kind: megatron, parallel: {tensor: 2}}", ["trainer.parallel", "tensor 2", "1 trainer ranks"]),
+        ("trainer={kind: megatron, parallel: {expert: 2}}", ["trainer.parallel.expert", "2", "1 trainer ranks"]),
+        ("trainer={kind: megatron, parallel: {tensr: 2}}", ["trainer.parallel.tensr", "did you mean 'tensor'"]),
         ("rollout.sampling.temperature=0", ["rollout.sampling.temperature", "greedy answers cannot be trained on"]),
     ],
 )
@@ -64,6 +69,29 @@ def test_mistakes_in_values(here, capsys, override, words):
     message = refused(capsys, "submit", "run.yaml", "--set", override)
     assert all(word in message for word in words), message
     assert "fix: " in message
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "words"),
+    [
+        ({"model_type": "mamba"}, "{}", ["trainer.kind", "'mamba'", "qwen3", "trainer.kind: fsdp"]),
+        ({"num_attention_heads": 6}, "{tensor: 4}", ["trainer.parallel.tensor", "6 attention heads"]),
+        ({"num_attention_heads": 8, "num_key_value_heads": 2}, "{tensor: 4}", ["2 key-value heads"]),
+        ({"num_hidden_layers": 3}, "{pipeline: 4}", ["trainer.parallel.pipeline", "3 layers"]),
+        ({"model_type": "qwen3_moe", "num_experts": 6}, "{expert: 4}", ["trainer.parallel.expert", "6 experts"]),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 8},
+            "{tensor: 2, expert: 4}",
+            ["sequence_parallel", "set it to true"],
+        ),
+    ],
+)
+def test_models_that_the_megatron_trainer_cannot_cut(here, capsys, model, parallel, words):
+    Path("model/config.json").write_text(json.dumps({"model_type": "qwen3"} | model))
+    Path("slots.yaml").write_text("name: slots\ncpu_slots_per_node: 4\n")
+    changes = ("--set", f"trainer={{kind: megatron, parallel: {parallel}}}", "--site", "slots.yaml")
+    message = refused(capsys, "submit", "run.yaml", *changes)
+    assert all(word in message for word in words), message
 
 
 def test_mistakes_name_the_line_of_the_file(here, capsys):

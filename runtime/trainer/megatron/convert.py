@@ -100,14 +100,19 @@ class Weights:
         """
         listing(self.rows, files)
         check_known(self.rows, files)
+        for target, piece in self.read(files):
+            with torch.no_grad():
+                target.copy_(piece)
+
+    def read(self, files: WeightFiles) -> Iterator[tuple[Tensor, Tensor]]:
+        """(tensor of the model, what the files hold for it, in their dtype)"""
         for row in self.rows:
             target = self.held.get(row.megatron)
             if target is None:
                 continue
             cut, num_ranks = self._cut(row, target)
             pieces = [files.read(name, cut, self.tp.rank(), num_ranks) for name in row.hf]
-            with torch.no_grad():
-                target.copy_(row.join(pieces, num_ranks))
+            yield target, row.fill_up(row.join(pieces, num_ranks), num_ranks)
 
     def give(self, listed: Sequence[Listed]) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor in its listed dtype) on every rank; all ranks walk through it together."""
@@ -126,7 +131,10 @@ class Weights:
         else:
             cut, num_ranks = self._cut(row, piece)
             parts = row.split(piece.detach(), num_ranks)
-            whole = [_all_gather(part.to(item.dtype), cut, self.tp) for part, item in zip(parts, items, strict=True)]
+            whole = [
+                _all_gather(part.to(item.dtype), cut, self.tp)[: item.shape[0]]
+                for part, item in zip(parts, items, strict=True)
+            ]
         for tensor in whole:
             if row.expert is not None and self.ep.size() > 1 and stage == self.pp.rank():
                 dist.broadcast(tensor, group=self.ep, group_src=row.expert // self.experts_each)

@@ -18,6 +18,7 @@ from torch import Tensor, cuda
 from torch.overrides import TorchFunctionMode
 
 from runtime.device import FIRST_DEVICE
+from runtime.errors import ConfigError
 
 GPU: Final = FIRST_DEVICE["nccl"]
 CPU: Final = FIRST_DEVICE["gloo"]
@@ -85,10 +86,11 @@ def megatron_on_cpu() -> Iterator[None]:
     """Inside, megatron computes on CPU tensors. Entered once per process, before `model.start`.
 
     Raises:
-        RuntimeError: this machine has a GPU that torch can use.
+        ConfigError: this machine has a GPU that torch can use.
     """
     if cuda.is_available():
-        raise RuntimeError("a GPU is present: megatron runs on it, and the CPU shim would hide it")
+        problem = "megatron is to run on the CPU of a machine with a GPU, which it would hide from everything else"
+        raise ConfigError("trainer.kind", problem, "give the site its gpus_per_node, or use fsdp")
     with contextlib.ExitStack() as stack:
         _patch_torch(stack)
         _patch_megatron(stack)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
+from runtime import plugins
 from runtime.errors import ConfigError
 from runtime.trainer.megatron import families
 from runtime.trainer.megatron.table import Row, within
@@ -43,7 +43,7 @@ class Family(Protocol):
 
 
 def names() -> list[str]:
-    return sorted(module.name for module in pkgutil.iter_modules(families.__path__))
+    return plugins.files(families.__name__)
 
 
 def read_config(folder: Path) -> PretrainedConfig:
@@ -82,6 +82,7 @@ def table(family: Family, hf: PretrainedConfig) -> list[Row]:
         hf=("model.embed_tokens.weight",),
         shapes=((hf.vocab_size, hf.hidden_size),),
         cut=0,
+        is_padded=True,
     )
     rows = [embedding]
     for number in range(hf.num_hidden_layers):
@@ -94,6 +95,7 @@ def table(family: Family, hf: PretrainedConfig) -> list[Row]:
             hf=(head,),
             shapes=embedding.shapes,
             cut=0,
+            is_padded=True,
             is_copy=bool(hf.tie_word_embeddings),
         )
     )

@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-import msgspec
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from runtime.errors import ConfigError
-
-
-class Parallel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one model is cut over trainer ranks; what is left of them is data-parallel."""
-
-    tp: int = 1
-    """tensor"""
-    pp: int = 1
-    """pipeline stages"""
-    vpp: int = 1
-    """model chunks of each stage (interleaved pipelining)"""
-    cp: int = 1
-    """context: ranks that share each sequence"""
-    ep: int = 1
-    """experts; taken from the data- and context-parallel and, with experts whole, the tensor-parallel ranks"""
-    sequence_parallel: bool = False
-    """Norms and residuals cut over the tensor-parallel ranks by tokens."""
+from runtime import topology
+from runtime.config import Parallel
 
 
 def start(parallel: Parallel, seed: int) -> None:
@@ -33,19 +16,14 @@ def start(parallel: Parallel, seed: int) -> None:
     Raises:
         ConfigError: the ranks cannot be cut so.
     """
-    world, p = dist.get_world_size(), parallel
-    if world % (p.tp * p.pp * p.cp):
-        sizes = f"tp {p.tp} * pp {p.pp} * cp {p.cp}"
-        raise ConfigError("trainer.parallel", f"{sizes} does not divide {world} trainer ranks", "choose factors of it")
-    if (world // p.pp) % p.ep:
-        problem = f"ep {p.ep} does not divide the {world // p.pp} trainer ranks of a pipeline stage"
-        raise ConfigError("trainer.parallel.ep", problem, "choose a factor of it")
+    p = parallel
+    topology.leaders(range(dist.get_world_size()), p)
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=p.tp,
-        pipeline_model_parallel_size=p.pp,
-        virtual_pipeline_model_parallel_size=p.vpp if p.vpp > 1 else None,
-        context_parallel_size=p.cp,
-        expert_model_parallel_size=p.ep,
+        tensor_model_parallel_size=p.tensor,
+        pipeline_model_parallel_size=p.pipeline,
+        virtual_pipeline_model_parallel_size=p.virtual_pipeline if p.virtual_pipeline > 1 else None,
+        context_parallel_size=p.context,
+        expert_model_parallel_size=p.expert,
         expert_tensor_parallel_size=1,
     )
     model_parallel_cuda_manual_seed(seed)
@@ -66,6 +44,11 @@ def pipeline() -> dist.ProcessGroup:
 
 def context() -> dist.ProcessGroup:
     return _made(parallel_state.get_context_parallel_group())
+
+
+def tensor_and_context() -> dist.ProcessGroup:
+    """Ranks of one pipeline stage that train on the same sequences."""
+    return _made(parallel_state.get_tensor_and_context_parallel_group())
 
 
 def experts() -> dist.ProcessGroup:

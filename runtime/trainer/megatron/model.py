@@ -23,11 +23,11 @@ with warnings.catch_warnings():
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+from runtime import topology
+from runtime.config import Parallel
 from runtime.device import is_gpu
-from runtime.errors import ConfigError
 from runtime.trainer.megatron import family, spec
 from runtime.trainer.megatron.convert import Listed, Weights, listing
-from runtime.trainer.megatron.groups import Parallel
 from runtime.trainer.megatron.stages import Stages
 from runtime.trainer.megatron.weight_files import WeightFiles
 
@@ -36,14 +36,16 @@ from runtime.trainer.megatron.weight_files import WeightFiles
 class Model:
     """One rank's part of a model."""
 
+    folder: Path
+    """It was loaded from."""
     hf: PretrainedConfig
     config: TransformerConfig
     parallel: Parallel
     chunks: list[nn.Module]
-    """One, or with interleaved pipelining `vpp`; each wrapped in Megatron's DistributedDataParallel if it is trained"""
+    """One, or with interleaved pipelining more; each wrapped in Megatron's DistributedDataParallel if it is trained"""
     weights: Weights
     listed: list[Listed]
-    """What the folder it was loaded from held, in the order of `weights.give`."""
+    """What the folder held, in the order of `weights.give`."""
 
 
 def build(
@@ -67,12 +69,12 @@ def build(
     """
     hf = family.read_config(folder)
     kind = family.find(hf)
-    stages = Stages(hf.num_hidden_layers, parallel.pp, parallel.vpp)
     fields = kind.config(hf)
     check(hf, fields, parallel)
+    stages = Stages(hf.num_hidden_layers, parallel.pipeline, parallel.virtual_pipeline)
     rotary = kind.rotary(hf)
     config = transformer_config(fields, parallel, stages, device, dtype)
-    chunks = [_chunk(hf, config, rotary, parallel, number, device) for number in range(parallel.vpp)]
+    chunks = [_chunk(hf, config, rotary, parallel, number, device) for number in range(parallel.virtual_pipeline)]
     rows = family.table(kind, hf)
     weights = Weights(rows, chunks, stages, config.num_moe_experts or 0)
     with WeightFiles(folder) as files:
@@ -83,7 +85,7 @@ def build(
     else:
         for chunk in chunks:
             chunk.requires_grad_(False)
-    return Model(hf=hf, config=config, parallel=parallel, chunks=chunks, weights=weights, listed=listed)
+    return Model(folder=folder, hf=hf, config=config, parallel=parallel, chunks=chunks, weights=weights, listed=listed)
 
 
 def check(hf: PretrainedConfig, fields: dict[str, Any], parallel: Parallel) -> None:
@@ -91,26 +93,12 @@ def check(hf: PretrainedConfig, fields: dict[str, Any], parallel: Parallel) -> N
     Raises:
         ConfigError: this model cannot be cut so.
     """
-    tp, experts = parallel.tp, fields.get("num_moe_experts")
-    cuts = {
+    sizes = {
         "attention heads": fields["num_attention_heads"],
         "key-value heads": fields["num_query_groups"],
         "columns of an MLP": fields["ffn_hidden_size"],
-        "tokens in its vocabulary": hf.vocab_size,
     }
-    for what, size in cuts.items():
-        if size % tp:
-            raise ConfigError("trainer.parallel.tp", f"{tp} does not divide the model's {size} {what}", "use a factor")
-    if parallel.sequence_parallel and tp == 1:
-        raise ConfigError("trainer.parallel.sequence_parallel", "there is nothing to share with tp 1", "leave it out")
-    if experts is None and parallel.ep > 1:
-        raise ConfigError("trainer.parallel.ep", f"{parallel.ep}, but the model has no experts", "set it to 1")
-    if experts and experts % parallel.ep:
-        problem = f"{parallel.ep} does not divide the model's {experts} experts"
-        raise ConfigError("trainer.parallel.ep", problem, "use a factor")
-    if experts and tp > 1 and not parallel.sequence_parallel:
-        problem = "a model with experts and tp > 1 needs it"
-        raise ConfigError("trainer.parallel.sequence_parallel", problem, "set it to true")
+    topology.check_cut(parallel, sizes, fields["num_layers"], fields.get("num_moe_experts") or 0)
 
 
 def transformer_config(
@@ -119,7 +107,7 @@ def transformer_config(
     """Megatron's config: a family's fields, the cut, and what this project always wants."""
     fused = spec.has_fused_kernels(device)
     kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
-    interleaved = parallel.vpp > 1
+    interleaved = parallel.virtual_pipeline > 1
     return kind(
         **fields,
         normalization="RMSNorm",
@@ -137,12 +125,12 @@ def transformer_config(
         output_layer_init_method=_leave,
         embedding_init_method=_leave,
         use_cpu_initialization=not is_gpu(device),
-        tensor_model_parallel_size=parallel.tp,
-        pipeline_model_parallel_size=parallel.pp,
-        virtual_pipeline_model_parallel_size=parallel.vpp if interleaved else None,
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
         pipeline_model_parallel_layout=stages.layout(),
-        context_parallel_size=parallel.cp,
-        expert_model_parallel_size=parallel.ep,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=1,
         sequence_parallel=parallel.sequence_parallel,
         # Losses come divided by the totals of the whole update: neither micro-batches nor ranks are averaged over.
@@ -160,6 +148,7 @@ def transformer_config(
         bias_dropout_fusion=fused,
         apply_rope_fusion=fused and fields.get("rope_type") != "rope",  # of latent attention only YaRN's is fused
         gradient_accumulation_fusion=False,
+        deterministic_mode=torch.are_deterministic_algorithms_enabled(),
     )
 
 
@@ -181,11 +170,11 @@ def _chunk(
     number: int,
     device: torch.device,
 ) -> nn.Module:
-    chunk = number if parallel.vpp > 1 else None
+    chunk = number if parallel.virtual_pipeline > 1 else None
     model = GPTModel(
         config,
         spec.layers(config, device, chunk),  # pyright: ignore[reportArgumentType]
-        vocab_size=hf.vocab_size,
+        vocab_size=-(-hf.vocab_size // parallel.tensor) * parallel.tensor,
         max_sequence_length=hf.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),

@@ -35,7 +35,7 @@ def score(model: Model, batches: Sequence[Sequences], temperature: float, want: 
     """
 
     def finish(number: int, logits: Tensor, packed: Packed) -> list[Tensor]:
-        found = scores.score(logits, packed, temperature, want)
+        found = scores.score(logits, packed, temperature, want, num_tokens=model.hf.vocab_size)
         return [x for x in (found.logprobs, found.entropy) if x is not None]
 
     results = forward(model, batches, finish)
@@ -69,7 +69,7 @@ def train(
     """
 
     def finish(number: int, logits: Tensor, packed: Packed) -> tuple[Tensor, Tensor, Any]:
-        value, result = loss(number, scores.score(logits, packed, temperature, want))
+        value, result = loss(number, scores.score(logits, packed, temperature, want, num_tokens=model.hf.vocab_size))
         # With a count in the middle Megatron leaves the loss alone: of a pair it would multiply the loss by the
         # context-parallel ranks and divide it by the micro-batches, in place, and so what the caller kept of it.
         return value, torch.ones((), dtype=torch.int, device=value.device), result
@@ -81,17 +81,17 @@ def train(
 
 def _run(model: Model, batches: Sequence[Sequences], finish: Finish, *, is_forward_only: bool) -> list[Any]:
     p, chunks = model.parallel, model.chunks
-    tp = p.tp if p.sequence_parallel else 1
-    lengths = [padded_length(starts, p.cp, tp) for _, starts in batches]
-    if p.pp > 1:  # stages receive tensors of a shape that they know before
+    tp = p.tensor if p.sequence_parallel else 1
+    lengths = [padded_length(starts, p.context, tp) for _, starts in batches]
+    if p.pipeline > 1:  # stages receive tensors of a shape that they know before
         lengths = [max(lengths)] * len(batches)
     rank = groups.context().rank()
     packed = [
-        pack(tokens, starts, rank=rank, cp=p.cp, length=length)
+        pack(tokens, starts, rank=rank, cp=p.context, length=length)
         for (tokens, starts), length in zip(batches, lengths, strict=True)
     ]
     # Interleaved pipelining takes micro-batches in rounds of pp: the last round is filled up with one that counts zero.
-    num_idle = -len(packed) % p.pp if p.vpp > 1 else 0
+    num_idle = -len(packed) % p.pipeline if p.virtual_pipeline > 1 else 0
     packed += packed[:1] * num_idle
 
     def step(batches: Iterator[tuple[int, Packed]], chunk: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
@@ -123,6 +123,6 @@ def _idle(finish: Finish, number: int, batch: Packed, out: Tensor, non_loss_data
 
 
 def _from_last_stage(model: Model, values: Tensor) -> Tensor:
-    if model.parallel.pp > 1:
-        dist.broadcast(values, group=groups.pipeline(), group_src=model.parallel.pp - 1)
+    if model.parallel.pipeline > 1:
+        dist.broadcast(values, group=groups.pipeline(), group_src=model.parallel.pipeline - 1)
     return values

@@ -14,15 +14,20 @@ from runtime.trainer.megatron import groups
 from runtime.trainer.megatron.packing import Packed
 
 
-def score(logits: Tensor, packed: Packed, temperature: float, want: frozenset[str]) -> Scores:
+def score(logits: Tensor, packed: Packed, temperature: float, want: frozenset[str], *, num_tokens: int) -> Scores:
     """The same on every tensor- and context-parallel rank, which all give it the same gradient.
 
     Args:
         logits: [1, L, V / tp] of this rank's rows; they may be overwritten.
+        num_tokens: in the vocabulary; V may be filled up so that tensor-parallel ranks have the same number each.
         temperature: tokens were sampled at.
         want: "entropy", or nothing beside log-probs.
     """
     logits = logits[0].float()
+    column = groups.tensor().rank() * logits.shape[1]
+    if column + logits.shape[1] > num_tokens:
+        is_filling = torch.arange(column, column + logits.shape[1], device=logits.device) >= num_tokens
+        logits = logits.masked_fill(is_filling, -torch.inf)
     if temperature != 1.0:
         logits = logits / temperature
     entropy = None

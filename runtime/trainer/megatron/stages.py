@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from runtime.errors import ConfigError
 from runtime.trainer.megatron.table import Row
 
 
@@ -22,17 +21,7 @@ class Stages:
     vpp: int = 1
 
     def __post_init__(self) -> None:
-        """
-        Raises:
-            ConfigError: a model chunk would have no layer, or chunks are asked for without stages.
-        """
-        places = self.pp * self.vpp
-        if self.vpp > 1 and self.pp == 1:
-            raise ConfigError("trainer.parallel.vpp", f"{self.vpp} model chunks, but pp is 1", "set vpp to 1")
-        if places > self.num_layers:
-            raise ConfigError(
-                "trainer.parallel", f"pp * vpp is {places}, but the model has {self.num_layers} layers", "use fewer"
-            )
+        assert self.pp * self.vpp <= self.num_layers and (self.vpp == 1 or self.pp > 1), "topology.check_cut saw to it"
 
     @cached_property
     def counts(self) -> tuple[int, ...]:

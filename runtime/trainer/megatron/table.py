@@ -28,6 +28,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Of the whole Hugging Face tensors."""
     cut: Literal[0, 1] | None = None
     """The dimension of each Hugging Face tensor that tensor-parallel ranks share out; None: each holds it whole."""
+    is_padded: bool = False
+    """Whose size along `cut` ranks need not divide: the last ranks' pieces are filled up with zeros."""
     groups: int | None = None
     """The parts alternate in this many groups along dimension 0 of the whole tensor, as queries, keys and values of one
     key head do; None: on each rank they lie one after another."""
@@ -46,7 +48,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         """The shape of one tensor-parallel rank's piece."""
         if self.cut is None:
             return self.shape
-        return tuple(size // num_ranks if d == self.cut else size for d, size in enumerate(self.shape))
+        return tuple(-(-size // num_ranks) if d == self.cut else size for d, size in enumerate(self.shape))
+
+    def fill_up(self, piece: Tensor, num_ranks: int) -> Tensor:
+        """Of zeros, what padding leaves this rank's piece short of."""
+        missing = self.held(num_ranks)[0] - piece.shape[0]
+        return torch.cat([piece, piece.new_zeros(missing, *piece.shape[1:])]) if self.is_padded and missing else piece
 
     def join(self, parts: Sequence[Tensor], num_ranks: int) -> Tensor:
         """One rank's pieces of the Hugging Face tensors -> its piece of the Megatron tensor."""

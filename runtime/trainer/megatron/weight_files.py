@@ -62,7 +62,8 @@ class WeightFiles:
         return DTYPES[kind]
 
     def read(self, name: str, dim: int | None, part: int, num_parts: int) -> Tensor:
-        """Part number `part` of `num_parts` equal ones along `dim`; no other byte is read where dim is 0.
+        """Part number `part` of `num_parts` along `dim`; no other byte is read where dim is 0. All are of one size,
+        unless that does not come out even: then the last ones are smaller, or empty.
 
         Args:
             dim: 0 or 1; None: the whole tensor.
@@ -71,8 +72,11 @@ class WeightFiles:
         source = self._slice(name)
         if dim is None:
             return source[:]
-        size = source.get_shape()[dim] // num_parts
-        wanted = slice(part * size, (part + 1) * size)
+        total = source.get_shape()[dim]
+        size = -(-total // num_parts)
+        wanted = slice(part * size, min((part + 1) * size, total))
+        if part * size >= total:
+            return source[:1][:0]
         return source[wanted] if dim == 0 else source[:, wanted]
 
     def _slice(self, name: str) -> Any:
