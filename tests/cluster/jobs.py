@@ -16,7 +16,7 @@ from tests.tools import kill
 
 ROOT = Path(__file__).parents[2]
 TINY = Path(__file__).with_name("tiny.yaml")
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 
 
 def output(*command: str) -> str:

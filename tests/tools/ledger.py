@@ -55,6 +55,7 @@ class Ledger:
     leased_in: dict[int, int] = field(default_factory=dict)
     """Lease -> the attempt that last handed it out."""
     end: Event | None = None
+    is_engine_down: bool = False
     problems: list[str] = field(default_factory=list)
 
     def read(self, events: Iterable[Event]) -> None:
@@ -66,6 +67,7 @@ class Ledger:
             "trained": self.sample,
             "excluded": self.sample,
             "pushed": self.push,
+            "engine_down": self.engine_down,
         }
         for event in events:
             if self.end is not None and event["kind"] != "attempt":
@@ -77,6 +79,7 @@ class Ledger:
 
     def attempt(self, event: Event) -> None:
         self.attempts += 1
+        self.is_engine_down = False
         self.end = None
 
     def leased(self, event: Event) -> None:
@@ -135,9 +138,14 @@ class Ledger:
         version, newest = event["version"], max(self.pushed, default=-1)
         if version not in (newest, newest + 1):
             self.problems.append(f"version {version} is pushed after {newest}")
-        if not event["engines"]:
+        if not event["engines"] and not self.is_engine_down:
             self.problems.append(f"version {version} is pushed to no engine")
+        self.is_engine_down = self.is_engine_down and not event["engines"]
         self.pushed.append(version)
+
+    def engine_down(self, event: Event) -> None:
+        """Until the next push to somebody there may be nobody to push to, as when a scheduler ends every process."""
+        self.is_engine_down = True
 
     # ---- when all events are read
 

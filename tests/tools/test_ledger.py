@@ -137,6 +137,14 @@ def test_a_line_changed_is_found(name: str, tmp_path: Path) -> None:
     assert check(tmp_path, events)
 
 
+def test_a_push_to_nobody_is_no_fault_while_the_engines_are_down(tmp_path: Path) -> None:
+    events = books()
+    change("pushed", 0, engines=[])(events)
+    first = next(i for i, e in enumerate(events) if e["kind"] == "pushed")
+    events.insert(first, {"kind": "engine_down", "engine": 0, "reason": "killed"})
+    assert not check(tmp_path, events)
+
+
 @pytest.mark.parametrize("steps", [[1, 2], [1, 2, 2, 3], [1, 3, 2], [2, 3, 4]])
 def test_metrics_must_match(steps: list[int], tmp_path: Path) -> None:
     assert check(tmp_path, books(), steps)
