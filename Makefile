@@ -50,7 +50,7 @@ learn: $(STAMP)  ## three seeds learn, the two controls do not
 kills: $(STAMP)  ## twenty kills, each resumed to the same bits
 	$(PYTEST) tests -m kills
 
-long: $(STAMP)  ## the slowest of the tests on a real Slurm
+long: $(STAMP)  ## the slowest: walltimes on a real Slurm, Megatron over four ranks
 	$(PYTEST) tests -m long
 
 bench: $(STAMP) $(TRL_STAMP)  ## speed against TRL and padded generate, growth of memory

@@ -110,6 +110,7 @@ def test_a_preempted_job_of_a_partition_that_cancels_goes_on(cluster: Cluster, q
     assert runs.last_attempt(run) == 1
 
 
+@pytest.mark.long
 def test_a_run_goes_on_over_walltimes(cluster: Cluster, quickstart: Path, tidy: None) -> None:
     """Slurm says 65 s (and up to 30 s more) before the end of two minutes that time is short."""
     run = jobs.submit(cluster.shared, "num_steps=10000", "limits.stop_s=5", site=("time=00:02:00",))

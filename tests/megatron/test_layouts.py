@@ -86,7 +86,10 @@ def launch(folder: Path, num_ranks: int) -> list[dict]:
     return found
 
 
-@pytest.mark.parametrize(("num_ranks", "case"), CASES, ids=[f"{case}" for _, case in CASES])
+@pytest.mark.parametrize(
+    ("num_ranks", "case"),
+    [pytest.param(n, case, id=case, marks=[pytest.mark.long] if n > 2 else []) for n, case in CASES],
+)
 def test_it_computes_what_transformers_does(answers, num_ranks, case):
     by_rank = [rank.get(case, {"failed": "not reached"}) for rank in answers(num_ranks)]
     for rank in by_rank:
