@@ -160,7 +160,7 @@ def test_status_is_right_without_accounting_and_while_slurm_is_away(
 ) -> None:
     cluster.set_accounting(False)
     try:
-        run = jobs.submit(cluster.shared, *MORE)
+        run = jobs.submit(cluster.shared, "num_steps=10000")
         jobs.wait_step(run, 1)
         cluster.stop_controller()
         try:

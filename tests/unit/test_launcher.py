@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -258,7 +259,11 @@ def test_durations(seconds, text):
 def start(*argv: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-u", "-m", "launcher", "submit", "run.yaml", "--set", "limits.stop_s=3", *argv]
     env = plan.clean_env({"PATH": "/usr/bin:/bin"}, {"PYTHONPATH": str(ROOT)})
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    # a shell's background jobs, and what they start, ignore Ctrl-C
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=heed
+    )
 
 
 def hold() -> None:
