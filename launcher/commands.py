@@ -16,7 +16,7 @@ import msgspec
 
 from launcher import check, plan, processes, progress, runs, script, show, site, supervisor
 from launcher import submit as job
-from launcher.states import States
+from launcher.states import States, report_of
 from runtime.config import RunConfig, SiteConfig
 from runtime.errors import EXIT_CODES, ConfigError
 from runtime.load import Loaded, dump, load_site, read_run
@@ -164,7 +164,7 @@ def _write_script(run: Path, config: RunConfig, where: SiteConfig) -> None:
 
 
 def _launch(run: Path, config: RunConfig, where: SiteConfig, detach: bool) -> int:
-    began = time.time()
+    began, states = time.time(), States()
     job.start(run, where)
     print(f"run folder: {run}" + (f", job {number}" if (number := runs.job_id(run)) else ""), flush=True)
     if detach:
@@ -172,15 +172,15 @@ def _launch(run: Path, config: RunConfig, where: SiteConfig, detach: bool) -> in
         return 0
     with progress.open_view(sys.stdout.isatty()) as view:
         view.note("Ctrl-C cancels the run; --detach would leave it running in the background")
-        state = _follow(run, config.num_steps, view, began)
-    report = runs.read_report(run, runs.last_attempt(run))
-    print(show.outcome(run, state))
+        state = _follow(run, config.num_steps, view, states, began)
+    job_now = states.job(run)
+    report = report_of(run, job_now)
+    print(show.outcome(run, state, job_now))
     return EXIT_CODES.get(report.kind, 1) if report and state != "died" else EXIT_CODES["bug"]
 
 
-def _follow(run: Path, num_steps: int, view: progress.View, began: float) -> str:
+def _follow(run: Path, num_steps: int, view: progress.View, states: States, began: float) -> str:
     """Follow; each Ctrl-C passes one order to stop to the supervisor."""
-    states = States()
     while True:
         try:
             return progress.follow(run, num_steps, view, states, began)

@@ -131,7 +131,7 @@ class SlurmJob:
 
     def outlook(self, report: Report, stopped: bool) -> Outlook:
         """A restart inside the grace of a preemption would only be killed, so Slurm is asked first."""
-        if self._is_marked() or report.kind not in (*RESTARTED, *INTERRUPTED):
+        if runs.cancel_asked(self._run) or report.kind not in (*RESTARTED, *INTERRUPTED):
             return Outlook(next="end")
         job = self._ask()
         if job is not None and self._is_cancelled(job):
@@ -167,9 +167,6 @@ class SlurmJob:
         except slurm.SchedulerDown as e:
             log.warning("%s", e)
             return None
-
-    def _is_marked(self) -> bool:
-        return (self._run / runs.CANCEL_MARK).exists()
 
     def _is_requeued(self, job: slurm.Job) -> bool:
         """By somebody else, or by a preemption whose grace is over: Slurm counts it at once."""

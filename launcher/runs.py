@@ -128,6 +128,11 @@ def local_state(status: Status, start_limit_s: float = 60.0) -> str:
     return "queued" if waiting else "died"
 
 
+def cancel_asked(run: Path) -> bool:
+    """Whether somebody asked for the end with `cancel`."""
+    return (run / CANCEL_MARK).exists()
+
+
 def job_id(run: Path) -> str:
     """Slurm's number of the run's newest job; empty: it has none."""
     try:

@@ -97,7 +97,7 @@ def _job_words(states: States, run: Path, state: str) -> str:
     return f", {job.state.lower()} on {job.nodes}{left}"
 
 
-def _ending(run: Path, state: str, job: slurm.Job | None = None) -> str:
+def _ending(run: Path, state: str, job: slurm.Job | None) -> str:
     """The exit report of the newest attempt, and what to do."""
     report = report_of(run, job)
     if state == "died" or report is None:
@@ -109,10 +109,10 @@ def _ending(run: Path, state: str, job: slurm.Job | None = None) -> str:
     return "\n".join([*report_lines, f"advice   {ADVICE.get(kind, ADVICE['bug'])}"])
 
 
-def outcome(run: Path, state: str) -> str:
+def outcome(run: Path, state: str, job: slurm.Job | None = None) -> str:
     """What submit ends with: how it went and where everything is."""
     progress, _ = _progress(run)
-    lines = [f"{run.name}: {state}", _ending(run, state)]
+    lines = [f"{run.name}: {state}", _ending(run, state, job)]
     if progress.first_accuracy is not None:
         lines.append(f"held-out {progress.first_accuracy:.3f} -> {shown(progress.accuracy, '.3f')}")
     lines.append(f"folder   {run}")

@@ -41,6 +41,10 @@ class SchedulerDown(Exception):
     """Slurm did not answer; what it knows is unknown, not gone."""
 
 
+class NoAnswer(SchedulerDown):
+    """It did not answer in time: what it was asked to do may have been done."""
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """What Slurm says of a job."""
 
@@ -70,11 +74,13 @@ def call(*argv: str, limit_s: float = CALL_LIMIT_S) -> str:
     """Output of one of Slurm's commands.
 
     Raises:
-        SchedulerDown: it failed, or did not answer.
+        SchedulerDown: it failed; NoAnswer, if it did not answer.
     """
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=limit_s, check=False)
-    except (OSError, subprocess.TimeoutExpired) as e:
+    except subprocess.TimeoutExpired as e:
+        raise NoAnswer(f"{argv[0]} gave no answer within {limit_s:.0f} s") from e
+    except OSError as e:
         raise SchedulerDown(f"{argv[0]}: {e}") from e
     if done.returncode != 0:
         raise SchedulerDown(f"{argv[0]}: {done.stderr.strip() or f'exit code {done.returncode}'}")

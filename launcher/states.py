@@ -53,9 +53,11 @@ class States:
         }
 
     def job(self, run: Path) -> slurm.Job | None:
-        """What Slurm says of the job of a run; None: nothing."""
+        """What Slurm says of the job of a run; None: nothing, or it need not be asked: the run said how it ended."""
         number = runs.job_id(run)
-        return (self._watch.jobs({number}) or {}).get(number) if number else None
+        if not number or runs.read_status(run).state in FINAL:
+            return None
+        return (self._watch.jobs({number}) or {}).get(number)
 
     @property
     def trouble(self) -> str:

@@ -39,6 +39,9 @@ def start(run: Path, site: SiteConfig) -> None:
     if site.scheduler == "slurm":
         try:
             number = slurm.submit(str(run / SCRIPT))
+        except slurm.NoAnswer as e:
+            fix = f"look with squeue whether the job was taken; if not, `python -m launcher resume {run.name}`"
+            raise ConfigError(f"site {site.name}", f"it is not known whether the job was accepted: {e}", fix) from e
         except slurm.SchedulerDown as e:
             raise Refused(f"site {site.name}", f"the job was not accepted: {e}", FIX) from e
         (run / JOB_ID).write_text(number)

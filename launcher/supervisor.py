@@ -131,7 +131,7 @@ class Supervisor:
                 return report
         self._say("ending")
         self._plot()
-        cancelled = outlook.cancelled or self._cancelled()
+        cancelled = outlook.cancelled or runs.cancel_asked(self._run)
         self._say("cancelled" if cancelled and report.kind != "done" else final_state(report))
         return report
 
@@ -224,11 +224,9 @@ class Supervisor:
 
     def _say(self, state: State, attempt: int | None = None) -> None:
         number = self._status.attempt if attempt is None else attempt
-        self._status = msgspec.structs.replace(self._status, state=state, attempt=number, cancelled=self._cancelled())
+        cancelled = runs.cancel_asked(self._run)
+        self._status = msgspec.structs.replace(self._status, state=state, attempt=number, cancelled=cancelled)
         runs.write_status(self._run, self._status)
-
-    def _cancelled(self) -> bool:
-        return (self._run / runs.CANCEL_MARK).exists()
 
     def _plot(self) -> None:
         """Draw reward.png if there is a step to show; a run is no worse for lack of it."""

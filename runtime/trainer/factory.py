@@ -43,6 +43,8 @@ def ready(
             from runtime.trainer.megatron import process
             from runtime.trainer.megatron.trainer import MegatronTrainer
     except ModuleNotFoundError as e:
-        raise ConfigError("trainer.kind", f"megatron: {e}", "pip install 'sluice[megatron]', or use fsdp") from e
+        raise ConfigError(
+            "trainer.kind", f"megatron: {e}", "install megatron-core as constraints/cpu.txt pins it, or use fsdp"
+        ) from e
     with process.ready(device, options.parallel):
         yield MegatronTrainer(path, options, device, temperature=temperature, bucket_bytes=bucket_bytes)

@@ -264,6 +264,22 @@ def test_mistakes_in_a_site(config, capsys, override, words):
     assert all(word in out + err for word in words), err
 
 
+@pytest.mark.parametrize(
+    ("failure", "left", "words"),
+    [(slurm.SchedulerDown("invalid partition"), 0, "invalid partition"), (slurm.NoAnswer("late"), 1, "squeue")],
+)
+def test_a_refused_job_leaves_nothing_and_one_without_an_answer_its_run(
+    config, capsys, monkeypatch, failure, left, words
+):
+    def fail(*_):
+        raise failure
+
+    monkeypatch.setattr(slurm, "submit", fail)
+    assert cli.main(["submit", "run.yaml", "--site", "testbed", "--detach"]) == 2
+    assert words in capsys.readouterr().err
+    assert len(list(Path("runs").iterdir())) == left
+
+
 def test_run_belongs_into_a_job(config, capsys, monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     assert cli.main(["run", "run.yaml", "--site", "testbed"]) == 2
