@@ -63,19 +63,23 @@ def test_a_submitted_run_learns_over_two_nodes(cluster: Cluster, quickstart: Pat
     assert "Slurm" not in jobs.said(run)
 
 
-def test_a_template_trains_on_the_other_kind_with_the_other_mpi(cluster: Cluster, quickstart: Path) -> None:
-    options = ["-p", "rocm", "--gpus-per-node=2", "--cpus-per-task=8", f"--output={cluster.shared}/%j.log"]
-    site = ["gpus_per_node=2", "slurm.gpu_request=gres", *OPENMPI]
-    words = [x for word in site for x in ("--set-site", word)]
-    words += ["--set", "num_steps=2", "--set", f"runs_dir={cluster.shared}/template", "--site", "testbed"]
-    number = jobs.output("sbatch", "--parsable", *options, "sbatch/generic-rocm.sbatch", str(jobs.TINY), *words)
-    jobs.wait_for("the template's run", lambda: any((cluster.shared / "template").glob("*/job/id")))
-    (run,) = (cluster.shared / "template").iterdir()
+@pytest.mark.parametrize(("kind", "nodes", "mpi"), [("rocm", ["n3", "n4"], OPENMPI), ("cuda", ["n1", "n2"], ())])
+def test_a_template_trains_on_its_kind(
+    cluster: Cluster, quickstart: Path, kind: str, nodes: list[str], mpi: tuple[str, ...]
+) -> None:
+    shared = cluster.shared / f"template-{kind}"
+    shared.mkdir()
+    options = ["-p", kind, "--gpus-per-node=2", "--cpus-per-task=8", f"--output={shared}/%j.log"]
+    words = [x for word in ("gpus_per_node=2", "slurm.gpu_request=gres", *mpi) for x in ("--set-site", word)]
+    words += ["--set", "num_steps=2", "--set", f"runs_dir={shared}/runs", "--site", "testbed"]
+    number = jobs.output("sbatch", "--parsable", *options, f"sbatch/generic-{kind}.sbatch", str(jobs.TINY), *words)
+    jobs.wait_for("the template's run", lambda: any((shared / "runs").glob("*/job/id")))
+    (run,) = (shared / "runs").iterdir()
     jobs.wait_end(run, "done")
     assert runs.job_id(run) == number
-    check_places(run, ["n3"] * 3 + ["n4"], ["control", "trainer", "trainer", "agent"], gpus="0,1")
+    check_places(run, [nodes[0]] * 3 + nodes[1:], ["control", "trainer", "trainer", "agent"], gpus="0,1")
     jobs.trained_once(run, 2)
-    jobs.wait_for("its last words", lambda: "ended" in (cluster.shared / f"{number}.log").read_text())
+    jobs.wait_for("its last words", lambda: "ended" in (shared / f"{number}.log").read_text())
 
 
 def test_two_training_and_two_rollout_nodes_of_both_kinds(cluster: Cluster, quickstart: Path) -> None:
