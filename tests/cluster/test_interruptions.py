@@ -45,7 +45,7 @@ def rank_pids(run: Path, rank: int) -> list[int]:
 
 def preempt() -> str:
     """Take all nodes for two seconds; the job's number."""
-    wanted = ["-p", "urgent", "-N4", "--exclusive", "-t1", "-o", "/dev/null", "--wrap", "sleep 2"]
+    wanted = ["-p", "urgent", "-N8", "--exclusive", "-t1", "-o", "/dev/null", "--wrap", "sleep 2"]
     return jobs.output("sbatch", "--parsable", *wanted)
 
 

@@ -15,6 +15,8 @@ PLACE = re.compile(
     r"rank (\d+) of (\d+), (\w+), local rank (\d+) on (\w+) \(host (\w+)\), fabric hsn0 (\S+), (.*)", re.MULTILINE
 )
 
+TWO_AND_TWO = ("cluster.num_train_nodes=2", "cluster.num_rollout_nodes=2")
+TWO_AND_TWO_ROLES = ["control", "trainer", "agent", "trainer", "agent", "agent"]
 OPENMPI = ("slurm.mpi=pmix", "env.MPI4PY_MPIABI=openmpi")
 
 
@@ -38,7 +40,7 @@ def check_places(run: Path, nodes: list[str], roles: list[str], gpus: str = "0")
         assert (int(size), role, node, host) == (len(nodes), roles[rank], nodes[rank], nodes[rank])
         assert int(local) == nodes[:rank].count(node)
         assert address == NODES[node]
-        variable = "CUDA_VISIBLE_DEVICES" if node in ("n1", "n2") else "ROCR_VISIBLE_DEVICES"
+        variable = "CUDA_VISIBLE_DEVICES" if node <= "n4" else "ROCR_VISIBLE_DEVICES"
         assert devices == f"{variable}={gpus}"
 
 
@@ -63,31 +65,48 @@ def test_a_submitted_run_learns_over_two_nodes(cluster: Cluster, quickstart: Pat
     assert "Slurm" not in jobs.said(run)
 
 
-@pytest.mark.parametrize(("kind", "nodes", "mpi"), [("rocm", ["n3", "n4"], OPENMPI), ("cuda", ["n1", "n2"], ())])
-def test_a_template_trains_on_its_kind(
-    cluster: Cluster, quickstart: Path, kind: str, nodes: list[str], mpi: tuple[str, ...]
-) -> None:
+def test_a_template_trains_on_cuda_nodes(cluster: Cluster, quickstart: Path) -> None:
+    run = by_template(cluster, "cuda", "--gpus-per-node=2", site=("gpus_per_node=2",))
+    check_places(run, ["n1", "n1", "n1", "n2"], ["control", "trainer", "trainer", "agent"], gpus="0,1")
+    jobs.trained_once(run, 2)
+
+
+def test_a_template_trains_on_four_rocm_nodes_with_openmpi(cluster: Cluster, quickstart: Path) -> None:
+    run = by_template(cluster, "rocm", "--nodes=4", "--gpus-per-node=1", site=OPENMPI, sizes=TWO_AND_TWO)
+    check_places(run, ["n5", "n5", "n6", "n6", "n7", "n8"], TWO_AND_TWO_ROLES)
+    jobs.trained_once(run, 2)
+
+
+def by_template(cluster: Cluster, kind: str, *options: str, site: tuple[str, ...], sizes: tuple[str, ...] = ()) -> Path:
+    """The run folder of two steps that sbatch started from the template as it is, and that are done."""
     shared = cluster.shared / f"template-{kind}"
     shared.mkdir()
-    options = ["-p", kind, "--gpus-per-node=2", "--cpus-per-task=8", f"--output={shared}/%j.log"]
-    words = [x for word in ("gpus_per_node=2", "slurm.gpu_request=gres", *mpi) for x in ("--set-site", word)]
-    words += ["--set", "num_steps=2", "--set", f"runs_dir={shared}/runs", "--site", "testbed"]
-    number = jobs.output("sbatch", "--parsable", *options, f"sbatch/generic-{kind}.sbatch", str(jobs.TINY), *words)
+    told = ["-p", kind, "--cpus-per-task=8", f"--output={shared}/%j.log", *options]
+    words = [x for word in ("slurm.gpu_request=gres", *site) for x in ("--set-site", word)]
+    words += [x for word in ("num_steps=2", f"runs_dir={shared}/runs", *sizes) for x in ("--set", word)]
+    template = f"sbatch/generic-{kind}.sbatch"
+    number = jobs.output("sbatch", "--parsable", *told, template, str(jobs.TINY), *words, "--site", "testbed")
     jobs.wait_for("the template's run", lambda: any((shared / "runs").glob("*/job/id")))
     (run,) = (shared / "runs").iterdir()
     jobs.wait_end(run, "done")
     assert runs.job_id(run) == number
-    check_places(run, [nodes[0]] * 3 + nodes[1:], ["control", "trainer", "trainer", "agent"], gpus="0,1")
-    jobs.trained_once(run, 2)
     jobs.wait_for("its last words", lambda: "ended" in (shared / f"{number}.log").read_text())
+    return run
 
 
-def test_two_training_and_two_rollout_nodes_of_both_kinds(cluster: Cluster, quickstart: Path) -> None:
-    sizes = ("cluster.num_train_nodes=2", "cluster.num_rollout_nodes=2", "num_steps=2")
-    run = jobs.submit(cluster.shared, *sizes, site=("partition=spot",))
+@pytest.mark.parametrize(
+    ("kind", "sizes", "nodes", "roles"),
+    [
+        ("cuda", TWO_AND_TWO, ["n1", "n1", "n2", "n2", "n3", "n4"], TWO_AND_TWO_ROLES),
+        ("rocm", (), ["n5", "n5", "n6"], ["control", "trainer", "agent"]),
+    ],
+)
+def test_a_submitted_run_trains(
+    cluster: Cluster, quickstart: Path, kind: str, sizes: tuple[str, ...], nodes: list[str], roles: list[str]
+) -> None:
+    run = jobs.submit(cluster.shared, "num_steps=2", *sizes, site=(f"partition={kind}",))
     jobs.wait_end(run, "done")
-    nodes = ["n1", "n1", "n2", "n2", "n3", "n4"]
-    check_places(run, nodes, ["control", "trainer", "agent", "trainer", "agent", "agent"])
+    check_places(run, nodes, roles)
     jobs.trained_once(run, 2)
 
 

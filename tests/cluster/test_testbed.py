@@ -1,4 +1,4 @@
-"""The testbed is what it says: four separate nodes of two kinds, that can fail and come back."""
+"""The testbed is what it says: eight separate nodes of two kinds, that can fail and come back."""
 
 import subprocess
 from pathlib import Path
@@ -17,15 +17,15 @@ def on(node: str, script: str, *flags: str) -> str:
     return output("srun", "-p", "spot", "-w", node, "-N1", "-n1", *flags, "sh", "-c", script)
 
 
-def test_four_nodes_are_idle(cluster: Cluster) -> None:
-    assert output("sinfo", "-h", "-p", "urgent", "-o", "%D %t") == "4 idle"
+def test_all_nodes_are_idle(cluster: Cluster) -> None:
+    assert output("sinfo", "-h", "-p", "urgent", "-o", "%D %t") == "8 idle"
 
 
 def test_a_step_spans_nodes(cluster: Cluster) -> None:
     assert sorted(output("srun", "-N2", "--ntasks-per-node=2", "hostname").split()) == ["n1", "n1", "n2", "n2"]
 
 
-@pytest.mark.parametrize(("node", "variable"), [("n1", "CUDA_VISIBLE_DEVICES"), ("n3", "ROCR_VISIBLE_DEVICES")])
+@pytest.mark.parametrize(("node", "variable"), [("n1", "CUDA_VISIBLE_DEVICES"), ("n5", "ROCR_VISIBLE_DEVICES")])
 def test_gpus_are_of_the_nodes_kind(cluster: Cluster, node: str, variable: str) -> None:
     assert on(node, f"echo ${variable}", "--gpus-per-node=4") == "0,1,2,3"
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""A real four-node Slurm on one Linux machine, for tests of what only a cluster does. Needs root on Debian or Ubuntu.
+"""A real Slurm of eight nodes on one Linux machine, for tests of what only a cluster does. Root on Debian or Ubuntu.
 
 Every node has its own network (interface hsn0 on a common bridge, no way out), host name, processes, IPC, /tmp,
 /dev/shm and /sys: programs on two nodes cannot meet but over the network. The file system is shared, except /tmp.
-n1 and n2 pretend to four h100 each (Slurm sets CUDA_VISIBLE_DEVICES), n3 and n4 to four mi300a (ROCR_VISIBLE_DEVICES).
+n1 to n4 pretend to four h100 each (Slurm sets CUDA_VISIBLE_DEVICES), n5 to n8 to four mi300a (ROCR_VISIBLE_DEVICES).
 This machine itself is the login node: sbatch, squeue and the like work in any shell while the testbed is up.
 
 What runs is found by a mark in its environment, so nothing that an earlier run left can lead astray: no pid files.
@@ -28,7 +28,7 @@ from typing import Final
 BASE: Final = Path("/srv/sluice-testbed")
 FOLDERS: Final = ("db", "dev", "etc", "log", "run", "shared", "spool", "state")
 HERE: Final = Path(__file__).parent
-NODES: Final = {f"n{i}": f"10.77.0.1{i}" for i in range(1, 5)}
+NODES: Final = {f"n{i}": f"10.77.0.1{i}" for i in range(1, 9)}
 GATEWAY: Final = "10.77.0.1"
 BRIDGE: Final = "sluice0"
 PACKAGES: Final = (
