@@ -61,6 +61,8 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder, self._keep = folder, keep
+        self._begun: Path | None = None
+        """Has no marker yet."""
 
     def latest(self) -> Path | None:
         """Newest complete checkpoint."""
@@ -69,24 +71,31 @@ class Checkpoints:
     def _complete(self) -> list[Path]:
         return sorted(m.parent for m in self._folder.glob(f"step-*/{MARKER}"))
 
-    def commit(self, step: int, save_shards: Callable[[Path], None], state: Callable[[], RunState]) -> Path:
-        """Write one: `save_shards` gets the folder for the trainer ranks, `state` is taken after it.
+    def begin(self, step: int, save_shards: Callable[[Path], None], state: Callable[[], RunState]) -> None:
+        """Write one, but for the marker: `save_shards` gets the folder for the trainer ranks, `state` is taken after
+        it. `commit` follows when the shards are written.
 
         Where there is one of this step, its shards are these shards; the state may have got on since.
         """
+        assert self._begun is None, f"{self._begun} waits for its marker"
         folder = self._folder / f"step-{step:06d}"
         if (folder / MARKER).exists():
             write_state(folder / "state.bin", state())
-            return folder
+            return
         shutil.rmtree(folder, ignore_errors=True)
         (folder / "trainer").mkdir(parents=True)
         save_shards(folder / "trainer")
         write_state(folder / "state.bin", state())
-        write_durably(folder / MARKER, b"")
+        self._begun = folder
+
+    def commit(self) -> None:
+        """Mark what was begun last, and remove what is too old."""
+        assert self._begun is not None
+        write_durably(self._begun / MARKER, b"")
+        self._begun = None
         for old in self._complete()[: -self._keep]:
             (old / MARKER).unlink()
             shutil.rmtree(old)
-        return folder
 
     def load(self) -> tuple[Path, RunState] | None:
         """Trainer folder and state of the newest complete checkpoint; incomplete ones are removed."""

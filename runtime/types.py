@@ -190,14 +190,22 @@ class Batch(Record, frozen=True, kw_only=True):
 class Manifest(Record, frozen=True, kw_only=True):
     """What a push carries: known without moving a weight (digests: once it was sent)."""
 
-    kind: Literal["full"] = "full"
+    kind: Literal["full", "delta"] = "full"
+    base: int = -1
+    """Version that a delta starts from."""
+    via: Literal["group", "folder"] = "group"
+    """How it travels: see comm.weights."""
     names: tuple[str, ...]
     """Hugging Face names, in the order they are sent."""
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     bucket_bytes: int
     digests: dict[str, str] = {}
-    """Name -> checksum of the bytes, see comm.weights.digest."""
+    """Name -> checksum of the bytes, see comm.weights.tensors.digest."""
+
+    def since(self, base: int) -> Manifest:
+        """The same weights as a delta from that version; -1: whole."""
+        return self if base < 0 else msgspec.structs.replace(self, kind="delta", base=base)
 
 
 class GroupAddress(Record, frozen=True, kw_only=True):

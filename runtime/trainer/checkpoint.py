@@ -1,6 +1,6 @@
 """What a trainer rank writes: checkpoints that any number of ranks can read back, and Hugging Face folders.
 
-A checkpoint holds, by parameter name, the float32 masters and AdamW's state, as shards written by
+A checkpoint holds, by parameter name, the float32 masters of what is trained and AdamW's state, as shards written by
 torch.distributed.checkpoint, which puts them together again for another number of ranks.
 """
 
@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from runtime.device import backend
+from runtime.errors import SluiceError
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq", "step")
 
@@ -36,19 +42,60 @@ def initialise(optimizer: torch.optim.AdamW) -> None:
 def _state(model: nn.Module, optimizer: torch.optim.AdamW, counters: Tensor) -> dict[str, Tensor]:
     state = {"counters": counters}
     for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
         state[f"model.{name}"] = p.detach()
         state |= {f"{moment}.{name}": optimizer.state[p][moment] for moment in MOMENTS}
     return state
 
 
-def save(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW, counters: Tensor) -> None:
-    """Write this rank's shards; called by all ranks.
+class Writer:
+    """Writes checkpoints in a thread, one after the other, while the ranks go on. Ranks that write together agree in
+    a group of their own, so that what they say there meets nothing else."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._group: dist.ProcessGroup | None = None
+
+    def begin(self, folder: Path, write: Callable[[dist.ProcessGroup | None], object]) -> Future[None]:
+        """Called by all ranks.
+
+        Args:
+            write: (group, None where there are no ranks but this one); what it writes must not change meanwhile.
+
+        Returns:
+            Done when the checkpoint is written, by all ranks; or it raises a SluiceError that says why it was not.
+        """
+        if dist.is_initialized() and self._group is None:
+            made = dist.new_group(backend=backend(torch.device("cpu")))
+            assert isinstance(made, dist.ProcessGroup), "all ranks are in it"
+            self._group = made
+        return self._thread.submit(_write, folder, write, self._group)
+
+
+def _write(folder: Path, write: Callable[[dist.ProcessGroup | None], object], group: dist.ProcessGroup | None) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a single rank is told that it is one
+            write(group)
+    except CheckpointException as e:
+        rank, (cause, _) = next(iter(e.failures.items()))
+        raise SluiceError(f"{folder}: rank {rank} could not write its part: {cause!r}") from e
+
+
+def save(
+    writer: Writer, folder: Path, model: nn.Module, optimizer: torch.optim.AdamW, counters: Tensor
+) -> Future[None]:
+    """Copy this rank's shards and begin to write them; called by all ranks.
 
     Args:
         counters: [n] int64, equal on all ranks.
     """
-    state = _state(model, optimizer, counters)
-    save_shards(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    state = {name: tensor.to("cpu", copy=True) for name, tensor in _state(model, optimizer, counters).items()}
+    return writer.begin(
+        folder,
+        lambda group: save_shards(state, checkpoint_id=folder, process_group=group, no_dist=group is None),
+    )
 
 
 def restore(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW, counters: Tensor) -> None:

@@ -7,7 +7,9 @@ ranks, up to the order of additions. An update whose gradient norm is not finite
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -21,16 +23,24 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from runtime import config
 from runtime.device import backend, release_memory, select
-from runtime.trainer import checkpoint, model
-from runtime.trainer.base import Loss, Scores
+from runtime.trainer import checkpoint, lora, model
+from runtime.trainer.base import Heads, Loss, Role, Scores
 from runtime.types import Manifest, MicroBatch, Share, Totals
 
 
 class FsdpTrainer:
-    """A policy on this trainer rank and its peers. The default process group, where there are peers, exists before."""
+    """A policy or a critic on this trainer rank and its peers. The default process group, where there are peers, exists
+    before."""
 
     def __init__(
-        self, path: Path, options: config.Trainer, device: torch.device, *, temperature: float, bucket_bytes: int
+        self,
+        path: Path,
+        options: config.Trainer,
+        device: torch.device,
+        *,
+        temperature: float,
+        bucket_bytes: int,
+        role: Role = "policy",
     ) -> None:
         """Load and shard.
 
@@ -43,12 +53,21 @@ class FsdpTrainer:
         self.path, self.options, self.device = path, options.optimizer, device
         self.dtype, self.temperature, self.bucket_bytes = model.DTYPES[options.precision], temperature, bucket_bytes
         self.rank, self.num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.role: Role = role
         self.model = model.load(path, device)
-        whole = self.num_ranks == 1 and self.dtype == torch.float32
-        model.shard(self.model, None if whole else self._mesh(), self.dtype)
+        if role == "critic":
+            model.give_values(self.model)
+        self.lora = options.lora if role == "policy" else None
+        self.adapted = lora.attach(self.model, self.lora) if self.lora else {}
+        """By the name of the weight that the adapter adds to."""
+        if options.recompute == "full":
+            model.recompute(self.model)
         o = options.optimizer
+        whole = self.num_ranks == 1 and self.dtype == torch.float32 and not o.offload
+        self.mesh = None if whole else self._mesh()
+        model.shard(self.model, self.mesh, self.dtype, o.offload)
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
+            [p for p in self.model.parameters() if p.requires_grad],
             lr=o.learning_rate,
             betas=(o.beta1, o.beta2),
             eps=o.eps,
@@ -56,6 +75,7 @@ class FsdpTrainer:
             fused=True,
         )
         checkpoint.initialise(self.optimizer)
+        self.writer = checkpoint.Writer()
         self.counters = torch.zeros(1, dtype=torch.int64)
         """[1]: updates made."""
 
@@ -63,10 +83,12 @@ class FsdpTrainer:
         assert share is not None, "every rank leads a data-parallel group of one"
         return share
 
-    def score(self, share: Sequence[MicroBatch], module: str, want: frozenset[str]) -> list[Scores]:
-        assert module == "policy", f"no {module} model is loaded"
+    def score(
+        self, share: Sequence[MicroBatch], module: str, want: frozenset[str], temperature: float | None = None
+    ) -> list[Scores]:
+        assert module == self.role, f"no {module} is loaded"
         with torch.no_grad():
-            scores = [model.cut(self._forward(batch, want), len(batch.tokens)) for batch in share]
+            scores = [model.cut(self._forward(batch, want, temperature), len(batch.tokens)) for batch in share]
         if isinstance(self.model, FSDPModule):
             self.model.reshard()  # its outermost parameters wait for a backward otherwise
         return scores
@@ -78,12 +100,14 @@ class FsdpTrainer:
         totals: Totals,
         denominator: str,
         want: frozenset[str] = frozenset(),
+        teacher: Heads | None = None,
     ) -> dict[str, float]:
         self.optimizer.zero_grad(set_to_none=True)
         collected: dict[str, list[Tensor]] = {}
-        for batch in share:
+        for number, batch in enumerate(share):
             filled = model.fill(batch)
-            loss, sums = losses["policy"](self._forward(filled, want), filled)
+            scores = self._forward(filled, want, teacher=teacher[number] if teacher else None)
+            loss, sums = losses[self.role](scores, filled)
             (loss / totals.of(denominator)).backward()
             for name, value in {"loss": loss.detach(), **sums}.items():
                 collected.setdefault(name, []).append(value)
@@ -96,7 +120,7 @@ class FsdpTrainer:
         }
 
     def manifest(self) -> Manifest:
-        named = list(self.model.named_parameters())
+        named = list(self._named())
         return Manifest(
             names=tuple(name for name, _ in named),
             dtypes=(str(self.dtype).removeprefix("torch."),) * len(named),
@@ -105,12 +129,14 @@ class FsdpTrainer:
         )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, p in self.model.named_parameters():
-            full = p.detach()
-            yield name, (full.full_tensor() if isinstance(full, DTensor) else full).to(self.dtype).contiguous()
+        for name, p in self._named():
+            full = self._whole(p)
+            if layer := self.adapted.get(name):
+                full = lora.merge(full, self._whole(layer.lora_A), self._whole(layer.lora_B), layer.scale)
+            yield name, full.to(self.dtype).contiguous()
 
-    def save(self, folder: Path) -> None:
-        checkpoint.save(folder, self.model, self.optimizer, self.counters)
+    def save(self, folder: Path) -> Future[None]:
+        return checkpoint.save(self.writer, folder, self.model, self.optimizer, self.counters)
 
     def restore(self, folder: Path) -> None:
         checkpoint.restore(folder, self.model, self.optimizer, self.counters)
@@ -118,8 +144,10 @@ class FsdpTrainer:
     def export(self, folder: Path) -> None:
         if self.rank == 0:
             checkpoint.export(folder, self.path, self.weights(), self.dtype)
+            if self.lora:
+                lora.export(folder / lora.FOLDER, self.path, self.lora, self._adapters())
         else:
-            for _ in self.weights():
+            for _ in chain(self.weights(), self._adapters()):
                 pass
         if self.num_ranks > 1:
             dist.barrier()
@@ -134,20 +162,44 @@ class FsdpTrainer:
     def all_sum(self, values: Tensor) -> Tensor:
         return self._all_reduce(values, dist.ReduceOp.SUM)
 
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Of the model alone."""
+        return (item for item in self.model.named_parameters() if ".lora_" not in item[0])
+
+    def _adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """As lora.export takes them."""
+        for name, layer in self.adapted.items():
+            for which in ("lora_A", "lora_B"):
+                full = self._whole(getattr(layer, which)).to(self.dtype)
+                yield f"{name.removesuffix('.weight')}.{which}.weight", full
+
+    def _whole(self, p: Tensor) -> Tensor:
+        full = p.detach().to(self.device)
+        return full.full_tensor() if isinstance(full, DTensor) else full
+
     def _mesh(self) -> DeviceMesh:
         if not dist.is_initialized():
             dist.init_process_group(backend(self.device), store=HashStore(), rank=0, world_size=1)
         return init_device_mesh(self.device.type, (self.num_ranks,))
 
-    def _forward(self, batch: MicroBatch, want: frozenset[str]) -> Scores:
-        return model.score(self.model, model.fill(batch), self.dtype, self.temperature, want)
+    def _forward(
+        self,
+        batch: MicroBatch,
+        want: frozenset[str],
+        temperature: float | None = None,
+        teacher: Callable[[], Tensor] | None = None,
+    ) -> Scores:
+        filled = model.fill(batch)
+        rows, at = model.rows(self.model, filled, self.dtype)
+        if self.role == "critic":
+            return model.values(rows, at, filled)
+        return model.score(rows, at, filled, temperature or self.temperature, want, teacher)
 
     def _step(self) -> tuple[float, float]:
         """Clip, set the warm-up's learning rate and step; returns the norm before clipping and the rate."""
         o = self.options
         params = [p for p in self.model.parameters() if p.grad is not None]
-        norm = get_total_norm([p.grad for p in params if p.grad is not None])
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = self._norm([p.grad for p in params if p.grad is not None])
         rate = o.learning_rate * min(1.0, (int(self.counters) + 1) / max(1, o.warmup_updates))
         if not torch.isfinite(norm):
             return float(norm), rate
@@ -158,6 +210,12 @@ class FsdpTrainer:
         self.optimizer.step()
         self.counters += 1
         return float(norm), rate
+
+    def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Over all ranks; each squares its shards where they lie."""
+        own = get_total_norm([g.to_local() if isinstance(g, DTensor) else g for g in gradients])
+        is_cut = any(isinstance(g, DTensor) for g in gradients)
+        return self.all_sum(own.to(self.device) ** 2).sqrt() if is_cut else own
 
     def _reduce(self, collected: Mapping[str, list[Tensor]], divisor: float) -> dict[str, float]:
         """Sums (or maxima) of micro-batches -> metrics over all ranks."""
@@ -177,6 +235,8 @@ class FsdpTrainer:
         return values
 
     def _move(self, device: torch.device) -> None:
+        if self.options.offload:
+            return  # all but a layer that is at work is in the host's memory anyhow
         nn.Module.to(self.model, device)
         for state in self.optimizer.state.values():
             state |= {name: value.to(device) for name, value in state.items()}

@@ -8,6 +8,7 @@ half as slow again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -15,11 +16,14 @@ import msgspec
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
+from runtime.device import is_gpu
+from runtime.errors import ConfigError
 from runtime.trainer import attention, maths
 from runtime.trainer.base import Scores
 from runtime.trainer.prefixes import distinct
@@ -29,45 +33,86 @@ DTYPES: Final[dict[str, torch.dtype]] = {"float32": torch.float32, "bfloat16": t
 """By the config's `precision`."""
 
 
-def load(path: Path, device: torch.device) -> PreTrainedModel:
-    """The model of a Hugging Face folder, in float32 and without dropout."""
+class ValueHead(nn.Module):
+    """[..., hidden_size] -> [..., 1] float32, the value of each prefix; at first 0."""
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden.float() @ self.weight.float().T
+
+
+def load(path: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The model of a Hugging Face folder, without dropout."""
     attention.register()
     disable_progress_bar()  # a rank's log is no terminal
     model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation=attention.NAME, local_files_only=True
+        path, dtype=dtype, attn_implementation=attention.NAME, local_files_only=True
     )
     nn.Module.to(model, device)
     return model.eval()
 
 
-def shard(model: PreTrainedModel, mesh: DeviceMesh | None, dtype: torch.dtype) -> None:
+def give_values(model: PreTrainedModel) -> None:
+    """Make a critic of it: a value head in place of the output layer."""
+    hidden_size = last_layer(model).in_features
+    model.set_output_embeddings(ValueHead(hidden_size).to(model.device))
+
+
+def last_layer(model: PreTrainedModel) -> nn.Linear:
+    """That gives logits."""
+    found = model.get_output_embeddings()
+    assert isinstance(found, nn.Linear), f"{type(model).__name__} has no plain output layer"
+    return found
+
+
+def recompute(model: PreTrainedModel) -> None:
+    """Keep of each layer only its input, for backward to compute the layer again.
+
+    Raises:
+        ConfigError: this kind of model does not know how.
+    """
+    try:
+        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    except ValueError as e:
+        raise ConfigError("trainer.recompute", f"full: {e}", "write none") from e
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True  # it does so in training alone; what is in it stays without dropout
+
+
+def shard(model: PreTrainedModel, mesh: DeviceMesh | None, dtype: torch.dtype, offload: bool = False) -> None:
     """Shard each decoder layer, and what is left, over a mesh; forward and backward run in `dtype`.
 
     Gradients are summed over ranks, not averaged: a loss is divided once, by the totals of all ranks.
 
     Args:
         mesh: one-dimensional; None leaves a float32 model whole.
+        offload: shards, their gradients, and so what an optimizer makes of them, live in the host's memory.
     """
     if mesh is None:
         assert dtype == torch.float32, "casting is FSDP's work: a model in half precision needs a mesh, be it of one"
         return
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    where = CPUOffloadPolicy(pin_memory=is_gpu(model.device)) if offload else OffloadPolicy()
     layer_kinds = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in layer_kinds]
     for module in (*layers, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=where)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
 
 
-def score(model: nn.Module, batch: MicroBatch, dtype: torch.dtype, temperature: float, want: frozenset[str]) -> Scores:
-    """One forward: log-probs of the tokens under the loss mask, 0 elsewhere, and their entropies if `want` names them.
+def rows(model: nn.Module, batch: MicroBatch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """One forward: what the model's last layer gives for the prefixes of N tokens under the loss mask, [N, V] float32,
+    and where those tokens are, [N].
 
     Args:
         dtype: the model runs in.
-        temperature: tokens were sampled at.
     """
     device = batch.tokens.device
     prefixes = distinct(batch.tokens.cpu().numpy(), batch.starts)
@@ -81,17 +126,44 @@ def score(model: nn.Module, batch: MicroBatch, dtype: torch.dtype, temperature: 
         logits_to_keep=of[at - 1],
         packing=attention.pack(prefixes, device, dtype),
     )
-    logits = out.logits[0].float()
-    if temperature != 1.0:
-        logits = logits / temperature
+    return out.logits[0].float(), at
+
+
+def score(
+    logits: Tensor,
+    at: Tensor,
+    batch: MicroBatch,
+    temperature: float,
+    want: frozenset[str],
+    teacher: Callable[[], Tensor] | None = None,
+) -> Scores:
+    """Log-probs of the tokens under the loss mask, 0 elsewhere; their entropies if `want` names them.
+
+    Args:
+        logits, at: as `rows` gives them.
+        temperature: tokens were sampled at.
+        teacher: gives a teacher's logits, for the divergence.
+    """
 
     def spread(values: Tensor) -> Tensor:
         return values.new_zeros(len(batch.tokens)).index_copy(0, at, values)
 
+    def divergence(kind: str, beta: float, temperature: float) -> Tensor:
+        assert teacher is not None
+        logp, logq = (maths.log_softmax(x / temperature) for x in (logits, teacher()))
+        return spread(maths.divergence(logp, logq, kind, beta))
+
+    scaled = logits if temperature == 1.0 else logits / temperature
     return Scores(
-        logprobs=spread(-cross_entropy(logits, batch.tokens[at].long(), reduction="none")),
-        entropy=spread(maths.entropy(logits)) if "entropy" in want else None,
+        logprobs=spread(-cross_entropy(scaled, batch.tokens[at].long(), reduction="none")),
+        entropy=spread(maths.entropy(scaled)) if "entropy" in want else None,
+        divergence=divergence if teacher else None,
     )
+
+
+def values(rows: Tensor, at: Tensor, batch: MicroBatch) -> Scores:
+    """Values of the prefixes of tokens under the loss mask, 0 elsewhere; `rows` and `at` as `rows` gives them."""
+    return Scores(values=rows.new_zeros(len(batch.tokens)).index_copy(0, at, rows[:, 0]))
 
 
 def fill(batch: MicroBatch) -> MicroBatch:
@@ -108,6 +180,10 @@ def fill(batch: MicroBatch) -> MicroBatch:
 
 def cut(scores: Scores, num_tokens: int) -> Scores:
     """The scores of the tokens that were there before `fill`."""
-    entropy = None if scores.entropy is None else scores.entropy[:num_tokens]
-    assert scores.logprobs is not None
-    return Scores(logprobs=scores.logprobs[:num_tokens], entropy=entropy)
+    return arrays(scores, lambda values: values[:num_tokens])
+
+
+def arrays(scores: Scores, change: Callable[[Tensor], Tensor]) -> Scores:
+    """The scores with each array changed."""
+    there = {name: getattr(scores, name) for name in ("logprobs", "entropy", "values")}
+    return msgspec.structs.replace(scores, **{name: change(x) for name, x in there.items() if x is not None})

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 import msgspec
 import numpy as np
@@ -27,6 +28,15 @@ GROUP_ERRORS: Final = (PeerLost, WaitTimeout)
 """How a weight group fails: a member is gone or late. The controller decides what follows."""
 
 
+SCORED: Final = {
+    "old": ("policy", "logprobs"),
+    "reference": ("reference", "logprobs"),
+    "values": ("critic", "values"),
+    "teacher": ("teacher", "logprobs"),
+}
+"""What of a MicroBatch's extras an algorithm may need -> the model that gives it, and which of its scores it is."""
+
+
 class CommandPort(Protocol):
     """The controller, seen from a trainer rank."""
 
@@ -38,15 +48,19 @@ class CommandPort(Protocol):
 
 
 class Sender(Protocol):
-    """Rank 0's side of the weight channel, as comm.weights has it; groups are told apart by name."""
-
-    def open(self, name: str, world_size: int) -> GroupAddress: ...
-
-    def join(self, name: str) -> None: ...
+    """Rank 0's side of a weight channel, as comm.weights has it. A name is a group's, or a version's folder."""
 
     def push(self, name: str, manifest: Manifest, weights: Iterator[tuple[str, Tensor]]) -> dict[str, str]: ...
 
     def close(self, name: str) -> None: ...
+
+
+class GroupSender(Sender, Protocol):
+    """Of a channel over groups."""
+
+    def open(self, name: str, world_size: int) -> GroupAddress: ...
+
+    def join(self, name: str) -> None: ...
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,21 +89,32 @@ def serve(port: CommandPort, trainer: Trainer, algorithm: Algorithm, sender: Sen
 class _Worker:
     def __init__(self, trainer: Trainer, algorithm: Algorithm, sender: Sender | None, device: torch.device) -> None:
         self.trainer, self.algorithm, self.sender, self.device = trainer, algorithm, sender, device
+        self.saving: Future[None] | None = None
+        """What writes the last checkpoint, until it is known to be written."""
 
     def obey(self, command: m.Command) -> m.Answer:
+        if self.saving and (self.saving.done() or isinstance(command, m.Save | m.StopTrainer)):
+            self.saving.result()  # ends this rank where writing failed
+            self.saving = None
         match command:
             case m.Train(share=share):
                 return m.Trained(metrics=self._train(share))
             case m.Describe():
                 return m.Described(manifest=self.trainer.manifest())
             case m.Save(path=path):
-                self.trainer.save(Path(path))
+                self.saving = self.trainer.save(Path(path))
+            case m.AskSaved():
+                return m.Saved(is_written=self.saving is None)
             case m.Export(path=path):
                 self.trainer.export(Path(path))
-            case m.Push(group=group):
-                return self._push(group)
+            case m.Push():
+                return self._push(command)
             case m.OpenGroup() | m.JoinGroup() | m.CloseGroup():
                 return self._weight_group(command)
+            case m.Sleep():
+                self.trainer.sleep()
+            case m.Wake():
+                self.trainer.wake()
             case m.StopTrainer():
                 pass
         return m.Done()
@@ -99,49 +124,79 @@ class _Worker:
         share = self.trainer.hand_on(given)
         updates = [[self._to_device(batch) for batch in update] for update in share.updates]
         batches = [batch for update in updates for batch in update]
-        if "old" in self.algorithm.needs and len(updates) > 1:
-            scores = self.trainer.score(batches, "policy", frozenset({"logprobs"}))
-            batches = [b.with_extras({"old": s.logprobs}) for b, s in zip(batches, scores, strict=True)]
-        refined = iter(self.algorithm.refine(batches, self.trainer.all_sum))
-        want = self.algorithm.needs & {"entropy"}
+        refined, metrics = self.algorithm.refine(self._scored(batches, len(updates)), self.trainer.all_sum)
+        rest = iter(refined)
+        want = self.algorithm.needs & {"entropy", "divergence"}
         results = [
             self.trainer.update(
-                [next(refined) for _ in update], self.algorithm.losses, totals, self.algorithm.denominator, want
+                [next(rest) for _ in update], self.algorithm.losses, totals, self.algorithm.denominator, want
             )
             for update, totals in zip(updates, share.totals, strict=True)
         ]
         return {
             **_over_updates(results),
+            **metrics,
             "train_tokens": float(sum(totals.tokens for totals in share.totals)),
             "update_s": time.perf_counter() - begin,
         }
+
+    def _scored(self, batches: list[MicroBatch], num_updates: int) -> list[MicroBatch]:
+        """With what the algorithm needs of each model as it is at the start of the batch."""
+        if not batches:
+            return batches
+        needs = self.algorithm.needs
+        for extra, (module, what) in SCORED.items():
+            if extra not in needs or (extra == "old" and num_updates == 1 and "old_in_refine" not in needs):
+                continue
+            scores = self.trainer.score(batches, module, frozenset({what}))
+            batches = [b.with_extras({extra: getattr(s, what)}) for b, s in zip(batches, scores, strict=True)]
+        return batches
 
     def _to_device(self, batch: MicroBatch) -> MicroBatch:
         # A received array is a view of read-only bytes: torch wants memory of its own.
         return batch.map(lambda array: torch.from_numpy(np.array(array)).to(self.device))
 
-    def _push(self, group: str) -> m.Answer:
+    def _push(self, command: m.Push) -> m.Answer:
+        scored = self._score(command.canary) if command.canary else None
+        manifest = self.trainer.manifest().since(command.base)
         weights = self.trainer.weights()
         try:
-            digests = {} if self.sender is None else self.sender.push(group, self.trainer.manifest(), weights)
+            digests = {} if self.sender is None else self.sender.push(command.source, manifest, weights)
         except GROUP_ERRORS as e:
             return m.Failed(reason=_reason(e))
         finally:
             for _ in weights:  # the other ranks gather to the end, so this one does too, whatever became of the push
                 pass
-        return m.Pushed(digests=digests)
+        return m.Pushed(digests=digests, canary=scored)
+
+    def _score(self, tokens: tuple[int, ...]) -> m.Canary:
+        size = len(tokens)
+        nothing = np.zeros(size, dtype=np.float32)
+        batch = MicroBatch(
+            tokens=np.array(tokens, dtype=np.int32),
+            positions=np.arange(size, dtype=np.int32),
+            starts=(0, size),
+            loss_mask=np.ones(size, dtype=bool),
+            weights=nothing,
+            advantages=nothing,
+            rollout_logprobs=nothing,
+        )
+        (scores,) = self.trainer.score([self._to_device(batch)], "policy", frozenset({"logprobs"}), temperature=1.0)
+        assert scores.logprobs is not None
+        return m.Canary(tokens=tokens, logprobs=scores.logprobs.float().cpu().numpy())
 
     def _weight_group(self, command: m.OpenGroup | m.JoinGroup | m.CloseGroup) -> m.Answer:
         if self.sender is None:
             return m.Done()
+        sender = cast("GroupSender", self.sender)  # the controller opens groups only where the channel has them
         try:
             match command:
                 case m.OpenGroup(name=name, world_size=world_size):
-                    return m.Opened(address=self.sender.open(name, world_size))
+                    return m.Opened(address=sender.open(name, world_size))
                 case m.JoinGroup(name=name):
-                    self.sender.join(name)
+                    sender.join(name)
                 case m.CloseGroup(name=name):
-                    self.sender.close(name)
+                    sender.close(name)
         except GROUP_ERRORS as e:
             return m.Failed(reason=_reason(e))
         return m.Done()
@@ -157,9 +212,9 @@ def _over_updates(results: list[dict[str, float]]) -> dict[str, float]:
     def one(name: str, values: list[float]) -> float:
         if name.endswith("_max"):
             return max(values)
-        if name == "skipped_updates":
+        if name.endswith("skipped_updates"):
             return sum(values)
-        return values[-1] if name == "learning_rate" else sum(values) / len(values)
+        return values[-1] if name.endswith("learning_rate") else sum(values) / len(values)
 
     names: Mapping[str, float] = results[0] if results else {}
     return {name: one(name, [result[name] for result in results]) for name in names}

@@ -15,7 +15,9 @@ import torch.multiprocessing
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from runtime.config import Lora
 from runtime.trainer.base import Trainer
+from tests.contract import roles_setup
 from tests.contract.trainer_setup import (
     LAYOUTS,
     around,
@@ -35,6 +37,7 @@ from tests.contract.trainer_setup import (
 class Alone:
     """One rank of a kind, in this process."""
 
+    kind: str
     make: Callable[..., Trainer]
     trained: dict[str, tuple[Trainer, list[dict[str, float]]]]
     """By model: a trainer after the same three updates that two ranks make, and their metrics."""
@@ -59,9 +62,9 @@ def alone(request, models, tmp_path_factory) -> Iterator[Alone]:
         stack.enter_context(around(kind))
         trainers = {name: make(models[name]) for name in ("tied", "untied")}
         trained = {name: (trainer, train_three(trainer, 1)) for name, trainer in trainers.items()}
-        trainers["tied"].save(folder / "one-rank")
+        trainers["tied"].save(folder / "one-rank").result()
         torch.multiprocessing.spawn(two_ranks, (kind, folder, models), nprocs=2, join=True)
-        yield Alone(make, trained, folder)
+        yield Alone(kind, make, trained, folder)
 
 
 @pytest.fixture
@@ -100,6 +103,21 @@ def test_two_ranks_train_as_one_does(alone, layouts, name: str) -> None:
         weights = load_file(layout / f"{name}-float32.safetensors")
         for key, tensor in trainer.weights():
             assert (tensor - weights[key]).abs().max() < 1e-6, (layout.name, key)
+
+
+def test_all_roles_on_two_ranks_learn_as_on_one(alone, layouts, models) -> None:
+    roles = roles_setup.make_roles(models, kind=alone.kind)
+    mine = roles_setup.teach(roles)
+    values = roles_setup.scored(roles, "critic")
+    assert {"value_loss", "kl", "explained_variance", "critic_grad_norm", "divergence3"} <= mine[0].keys()
+    for layout in layouts:
+        theirs = [json.loads((layout / f"roles-{rank}.json").read_text()) for rank in (0, 1)]
+        assert theirs[0] == theirs[1]
+        for metrics, other in zip(mine, theirs[0], strict=True):
+            assert other == pytest.approx(metrics, abs=1e-4, rel=1e-4), layout.name
+        restored = roles_setup.make_roles(models, kind=alone.kind)
+        restored.restore(layout / "roles")
+        assert (roles_setup.scored(restored, "critic") - values).abs().max() < 1e-5, layout.name
 
 
 def test_a_rank_without_work_scores_and_trains_with_the_other(alone, layouts, models) -> None:
@@ -163,6 +181,28 @@ def test_bfloat16_keeps_float32_masters(alone, layouts, models) -> None:
         assert theirs == pytest.approx(norms, rel=0.1), layout.name
     single = [metrics["grad_norm"] for metrics in json.loads((alone.folder / "alone.json").read_text())]
     assert single == pytest.approx(norms, rel=0.1)
+
+
+def test_what_spares_memory_changes_no_bit(alone, layouts, models) -> None:
+    for layout in layouts:
+        assert seen(layout)["spare"] == seen(layout)["tied-bfloat16"], layout.name
+        trainer, plain = alone.make(models["tied"]), alone.make(models["tied"])
+        trainer.restore(layout / "spare")
+        plain.restore(layout / "tied-bfloat16")
+        assert all(tensor.equal(weights_of(plain)[name]) for name, tensor in trainer.weights()), layout.name
+        assert train(trainer, batch_of(7)) == train(plain, batch_of(7)), "moments and counts are the same too"
+
+
+def test_adapters_are_trained_on_two_ranks_as_on_one(alone, layouts, models) -> None:
+    trainer = alone.make(models["tied"], lora=Lora(rank=4))
+    metrics = train_three(trainer, 1)
+    for layout in layouts:
+        for mine, other in zip(metrics, seen(layout)["adapted"], strict=True):
+            assert other == pytest.approx(mine, abs=1e-5), layout.name
+        exported = load_file(layout / "adapted-hf/model.safetensors")
+        for key, tensor in trainer.weights():
+            assert (tensor - exported[key]).abs().max() < 1e-6, (layout.name, key)
+        assert len(load_file(layout / "adapted-hf/adapter/adapter_model.safetensors")) == 2 * 2 * 7
 
 
 def test_exports_of_sharded_models_bear_the_plain_class(layouts) -> None:

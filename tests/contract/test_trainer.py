@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
@@ -12,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM
@@ -33,6 +35,7 @@ from tests.contract.trainer_setup import (
     gradients,
     make_model,
     make_trainer,
+    named_modules,
     tensors,
     train,
     weights_of,
@@ -254,7 +257,7 @@ def test_manifest_names_what_is_sent_and_tied_weights_go_once(make, models) -> N
 @pytest.mark.parametrize("name", ["tied", "untied"])
 def test_restore_is_bit_exact(make, models, trained, name: str, tmp_path: Path) -> None:
     trainer = trained[name]
-    trainer.save(tmp_path / "checkpoint")
+    trainer.save(tmp_path / "checkpoint").result()
     other = make(models[name], warmup_updates=9)
     other.restore(tmp_path / "checkpoint")
     trainer.export(tmp_path / "hf")
@@ -271,9 +274,9 @@ def test_restore_is_bit_exact(make, models, trained, name: str, tmp_path: Path) 
 
 def test_restored_and_undisturbed_go_on_alike(make, models, tmp_path: Path) -> None:
     undisturbed = make(models["tied"])
-    undisturbed.save(tmp_path / "start")
+    undisturbed.save(tmp_path / "start").result()
     train(undisturbed, batch_of(0))
-    undisturbed.save(tmp_path / "one")
+    undisturbed.save(tmp_path / "one").result()
     expected = train(undisturbed, batch_of(1))
     for start, seeds in (("start", (0, 1)), ("one", (1,))):
         other = make(models["tied"])
@@ -281,6 +284,22 @@ def test_restored_and_undisturbed_go_on_alike(make, models, tmp_path: Path) -> N
         found = [train(other, batch_of(seed)) for seed in seeds][-1]
         assert found == expected
         assert all(t.equal(weights_of(undisturbed)[n]) for n, t in other.weights())
+
+
+def test_what_is_saved_is_written_while_training_goes_on(make, models, tmp_path: Path) -> None:
+    trainer, gate = make(models["tied"]), threading.Event()
+    train(trainer, batch_of(0))
+    before = weights_of(trainer)
+    trainer.writer._thread.submit(gate.wait)
+    saving = trainer.save(tmp_path / "saved")
+    expected = train(trainer, batch_of(1))
+    assert not saving.done()
+    gate.set()
+    saving.result()
+    other = make(models["tied"])
+    other.restore(tmp_path / "saved")
+    assert all(tensor.equal(before[name]) for name, tensor in other.weights())
+    assert train(other, batch_of(1)) == expected
 
 
 def test_export_is_a_folder_for_from_pretrained(trained, tmp_path: Path) -> None:
@@ -302,6 +321,35 @@ def test_sleep_and_wake_change_nothing(make, models) -> None:
     trainer.sleep()
     trainer.wake()
     assert train(trainer, batch_of(1)) == train(other, batch_of(1))
+
+
+def test_a_layer_is_computed_again_for_backward(make, models) -> None:
+    plain, other = make(models["tied"]), make(models["tied"], recompute="full")
+    calls = dict.fromkeys((plain, other), 0)
+    for trainer in calls:
+        layer = next(module for name, module in named_modules(trainer) if name.endswith("layers.1"))
+        layer.register_forward_pre_hook(lambda *_, trainer=trainer: calls.update({trainer: calls[trainer] + 1}))
+    assert [train(other, batch_of(seed)) for seed in (0, 1)] == [train(plain, batch_of(seed)) for seed in (0, 1)]
+    assert calls[other] == 2 * calls[plain] > 0
+    assert all(tensor.equal(weights_of(plain)[name]) for name, tensor in other.weights())
+
+
+def test_state_on_the_host_changes_no_number(kind, make, models, tmp_path: Path) -> None:
+    plain, other = make(models["tied"]), make(models["tied"], offload=True)
+    for seed in (0, 1):
+        assert train(other, batch_of(seed)) == pytest.approx(train(plain, batch_of(seed)), abs=1e-6)
+    other.sleep()
+    other.wake()
+    other.save(tmp_path / "host").result()
+    again = make(models["tied"])
+    again.restore(tmp_path / "host")
+    other.restore(tmp_path / "host")
+    for trainer in (other, again):
+        assert all((tensor - weights_of(plain)[name]).abs().max() < 1e-6 for name, tensor in trainer.weights())
+    expected = pytest.approx(train(plain, batch_of(2)), abs=1e-6)
+    assert train(other, batch_of(2)) == expected and train(again, batch_of(2)) == expected
+    if kind == "fsdp":
+        dist.destroy_process_group()  # shards need one, also those of a single rank
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

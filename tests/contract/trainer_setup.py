@@ -23,10 +23,12 @@ from runtime.comm import messages as m
 from runtime.config import Parallel
 from runtime.trainer import worker
 from runtime.trainer.algorithms import grpo
-from runtime.trainer.base import Trainer
+from runtime.trainer.base import Algorithm, Trainer
 from runtime.trainer.fsdp import FsdpTrainer
 from runtime.trainer.group import configure_torch
 from runtime.types import Batch, Group, MicroBatch, Prompt, Sample, Share
+
+torch.set_num_threads(1)  # on models so small more threads wait for each other, on a busy machine for seconds
 
 VOCABULARY = 41
 """Odd, so that two tensor-parallel ranks have to fill theirs up."""
@@ -83,6 +85,8 @@ def make_trainer(
     precision="float32",
     temperature=1.0,
     device=CPU,
+    recompute="none",
+    lora=None,
     **optimizer,
 ) -> Trainer:
     """With a large eps: without, AdamW moves by a gradient's sign, and rounding decides that of a gradient near 0."""
@@ -90,6 +94,8 @@ def make_trainer(
         kind=kind,
         parallel=parallel,
         precision=precision,
+        recompute=recompute,
+        lora=lora,
         optimizer=config.Optimizer(
             **{"learning_rate": 1e-2, "clip_norm": 0.1, "eps": 1e-3, "weight_decay": 0.01, **optimizer}
         ),
@@ -161,6 +167,12 @@ def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.weights()}
 
 
+def named_modules(trainer: Trainer) -> Iterator[tuple[str, torch.nn.Module]]:
+    """On one rank."""
+    (whole,) = [trainer.model] if isinstance(trainer, FsdpTrainer) else trainer.model.chunks
+    return whole.named_modules()
+
+
 def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Of the last update, clipped; by Hugging Face name. On one rank."""
     if isinstance(trainer, FsdpTrainer):
@@ -185,18 +197,23 @@ def scarce(num_dp: int) -> Batch:
     return make_batch(make_groups(4, 1, 2), 0, algorithm, num_dp=num_dp, num_updates=2, max_tokens=64)
 
 
-def obey(trainer: Trainer, share: Share | None) -> dict[str, float]:
+def obey(
+    trainer: Trainer, share: Share | None, algorithm: Algorithm | None = None, device: str = "cpu"
+) -> dict[str, float]:
     """The share trained by the program of a trainer rank, times aside."""
     said: list[m.Answer] = []
     commands = [m.StopTrainer(), m.Train(share=share)]
     port = SimpleNamespace(receive=lambda timeout_s: commands.pop(), answer=said.append)
-    worker.serve(port, trainer, grpo.build(grpo.Config()), None, worker.Settings(device="cpu", timeout_s=1.0))
+    algorithm = algorithm or grpo.build(grpo.Config())
+    worker.serve(port, trainer, algorithm, None, worker.Settings(device=device, timeout_s=1.0))
     (metrics,) = (answer.metrics for answer in said if isinstance(answer, m.Trained))
     return {name: value for name, value in metrics.items() if not name.endswith("_s")}
 
 
 def two_ranks(rank: int, kind: str, folder: Path, models: dict[str, Path]) -> None:
     """What each of two ranks runs: every layout of a kind. What they saw goes into folder/LAYOUT."""
+    from tests.contract import roles_setup
+
     configure_torch(1, True)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
@@ -204,6 +221,9 @@ def two_ranks(rank: int, kind: str, folder: Path, models: dict[str, Path]) -> No
         with around(kind, parallel):
             make = partial(make_trainer, kind=kind, parallel=parallel)
             one_layout(make, len(leaders(parallel)), folder / layout, models)
+            make = partial(roles_setup.make_roles, models, kind=kind, parallel=parallel)
+            seen = roles_setup.in_a_layout(make, len(leaders(parallel)), folder / layout)
+            (folder / layout / f"roles-{rank}.json").write_text(json.dumps(seen))
     dist.barrier()
     dist.destroy_process_group()
     if rank == 0:
@@ -219,13 +239,21 @@ def one_layout(make, num_dp: int, folder: Path, models: dict[str, Path]) -> None
     for name, precision in (("tied", "float32"), ("untied", "float32"), ("tied", "bfloat16")):
         trainer = make(models[name], precision=precision)
         if precision == "bfloat16":
-            trainer.save(folder / "start")
+            trainer.save(folder / "start").result()
         seen[f"{name}-{precision}"] = train_three(trainer, num_dp)
         weights = weights_of(trainer)
-        trainer.save(folder / f"{name}-{precision}")
+        saving = trainer.save(folder / f"{name}-{precision}")
         trainer.export(folder / f"{name}-{precision}-hf")
+        saving.result()
         if rank == 0:
             save_file(weights, folder / f"{name}-{precision}.safetensors")
+    trainer = make(models["tied"], precision="bfloat16", recompute="full", offload=True)
+    trainer.restore(folder / "start")
+    seen["spare"] = train_three(trainer, num_dp)
+    trainer.save(folder / "spare").result()
+    trainer = make(models["tied"], lora=config.Lora(rank=4), recompute="full")
+    seen["adapted"] = train_three(trainer, num_dp)
+    trainer.export(folder / "adapted-hf")
     trainer = make(models["tied"])
     trainer.restore(folder.parent / "one-rank")
     restored = weights_of(trainer)

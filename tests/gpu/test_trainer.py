@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.contract.trainer_setup import batch_of, make_model, make_trainer, tensors, train
+from tests.gpu.memory import measure
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 GPU = torch.device("cuda:0")
@@ -37,3 +38,11 @@ def test_scores_and_updates_are_those_of_the_cpu(model: Path, precision: str, to
     assert train(gpu, batch_of(2))["skipped_updates"] == 0.0
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def test_recomputing_and_the_host_take_memory_off_the_gpu(tmp_path: Path) -> None:
+    used = measure(tmp_path, "fsdp", GPU)
+    print(f"\n{used}")
+    assert used.held["plain"] - used.held["offloaded"] > 11 * used.num_parameters, "float32 masters and two moments"
+    assert used.peak["recomputed"] < used.peak["plain"]
+    dist.destroy_process_group()

@@ -55,7 +55,7 @@ def random_batch(seed: int, lengths: tuple[int, ...] = (5, 9, 3, 7)) -> tuple[to
     """Log-probs and a micro-batch with ratios on both sides of every bound."""
     g = torch.Generator().manual_seed(seed)
     size = sum(lengths)
-    logp, old, rollout, adv = (torch.randn(size, generator=g, dtype=torch.float64) for _ in range(4))
+    logp, old, rollout, adv, ref = (torch.randn(size, generator=g, dtype=torch.float64) for _ in range(5))
     mask = torch.rand(size, generator=g) < 0.6
     starts = (0, *torch.tensor(lengths).cumsum(0).tolist())
     batch = MicroBatch(
@@ -66,7 +66,7 @@ def random_batch(seed: int, lengths: tuple[int, ...] = (5, 9, 3, 7)) -> tuple[to
         weights=torch.rand(size, generator=g, dtype=torch.float64),
         advantages=adv,
         rollout_logprobs=rollout * 0.5,
-        extras={"old": old * 0.5},
+        extras={"old": old * 0.5, "reference": ref * 0.5},
     )
     return logp * 0.5, batch
 
@@ -77,6 +77,7 @@ OPTIONS = [
     grpo.Config(correction="icepop"),
     grpo.Config(dual_clip=3.0),
     grpo.Config(entropy_coef=0.1),
+    grpo.Config(kl=0.1),
 ]
 
 
@@ -101,7 +102,7 @@ def test_what_lies_outside_the_mask_does_not_matter(options, garbage: float) -> 
         weights=spoil(batch.weights),
         advantages=spoil(batch.advantages),
         rollout_logprobs=spoil(batch.rollout_logprobs),
-        extras={"old": spoil(batch.extras["old"])},
+        extras={name: spoil(values) for name, values in batch.extras.items()},
     )
     loss, grad, sums = run(options, spoil(logp), spoilt)
     assert loss == clean[0] and sums == clean[2]
@@ -116,7 +117,7 @@ def test_a_token_without_a_finite_log_prob_adds_nothing(options, broken: str) ->
     at = int(batch.loss_mask.nonzero()[0])
     old, rollout = batch.extras["old"].clone(), batch.rollout_logprobs.clone()
     {"logprobs": (logp := logp.clone()), "old": old, "rollout": rollout}[broken][at] = -math.inf
-    batch = msgspec.structs.replace(batch, rollout_logprobs=rollout, extras={"old": old})
+    batch = msgspec.structs.replace(batch.with_extras({"old": old}), rollout_logprobs=rollout)
     loss, grad, _ = run(options, logp, batch)
     assert math.isfinite(loss) and grad.isfinite().all()
     if broken != "rollout" or options.correction != "none":

@@ -131,6 +131,16 @@ def loss(number: int, logprobs: Tensor, entropy: Tensor) -> Tensor:
     return (factors * logprobs).sum() + ENTROPY_WEIGHT * (factors.roll(1) * entropy).sum()
 
 
+def rows_of(model: Any, tokens: Tensor, starts: list[int]) -> Tensor:
+    """[T, V] logits by transformers, a sequence at a time; 0 at starts."""
+    rows = torch.zeros(len(tokens), model.config.vocab_size)
+    for a, b in pairwise(starts):
+        if b - a > 1:
+            logits = model(input_ids=tokens[a : b - 1][None]).logits[0]
+            rows = torch.cat([rows[: a + 1], logits, rows[b:]])
+    return rows
+
+
 def reference(folder: Path, num: int) -> None:
     """Writes what transformers makes of the first `num` micro-batches: logits, log-probs, entropies, gradients,
     and the weights after one clipped update."""
@@ -138,11 +148,7 @@ def reference(folder: Path, num: int) -> None:
     model.train()
     found: dict[str, Tensor] = {}
     for number, (tokens, starts) in enumerate(batches(num)):
-        rows = torch.zeros(len(tokens), model.config.vocab_size)
-        for a, b in pairwise(starts):
-            if b - a > 1:
-                logits = model(input_ids=tokens[a : b - 1][None]).logits[0]
-                rows = torch.cat([rows[: a + 1], logits, rows[b:]])
+        rows = rows_of(model, tokens, starts)
         is_start = torch.zeros(len(tokens), dtype=torch.bool)
         is_start[starts[:-1]] = True
         logp = torch.log_softmax(rows / TEMPERATURE, -1)

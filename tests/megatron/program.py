@@ -30,7 +30,7 @@ from runtime.trainer.megatron.model import Model
 from runtime.trainer.megatron.scores import whole_logits
 from runtime.trainer.megatron.spread import from_leader
 from runtime.trainer.megatron.weight_files import WeightFiles
-from tests.megatron import models
+from tests.megatron import beside, models
 from tests.megatron.layouts import LAYOUTS
 
 CPU = torch.device("cpu")
@@ -71,7 +71,7 @@ def case(folder: Path, parallel: Parallel) -> dict[str, float]:
     wanted = load_file(folder / f"reference-{num}.bin")
     numbers = list(range(num))[share::dp]
     batches = [models.batches(num)[n] for n in numbers]
-    model = mm.build(folder, parallel, CPU, torch.float32, is_trained=True)
+    model = mm.build(folder, parallel, CPU, torch.float32, training=mm.Training())
     found = {"round trip": float(not is_unchanged(model, folder)), "read beside its own": read_beside(model, folder)}
     found["share of another"] = float(not is_own_share(parallel))
     for chunk in model.chunks:
@@ -98,10 +98,10 @@ def case(folder: Path, parallel: Parallel) -> dict[str, float]:
     found["round trip after training"] = float(not is_unchanged(model, folder))  # only an optimizer changes weights
     found |= gradients(model, {k.removeprefix("grad."): v for k, v in wanted.items() if k.startswith("grad.")})
     found["updated weight"] = update(model, wanted, is_sharded=False)
-    model = mm.build(folder, parallel, CPU, torch.float32, is_trained=True, shards_optimizer=True)
+    model = mm.build(folder, parallel, CPU, torch.float32, training=mm.Training(shards_optimizer=True))
     schedule.train(model, batches, loss, models.TEMPERATURE, ENTROPY)
     found["weight updated in shards"] = update(model, wanted, is_sharded=True)
-    return found
+    return found | (beside.check(folder.parent, parallel, numbers, num) if folder.name == beside.POLICY else {})
 
 
 def is_own_share(parallel: Parallel) -> bool:
@@ -114,7 +114,7 @@ def is_own_share(parallel: Parallel) -> bool:
 def in_half(folder: Path, parallel: Parallel) -> dict[str, float]:
     """A model that is only scored, in bfloat16: files in bfloat16 come out as they are, and log-probs are near."""
     wanted = load_file(folder / "reference-3.bin")
-    model = mm.build(folder, parallel, CPU, torch.bfloat16, is_trained=False)
+    model = mm.build(folder, parallel, CPU, torch.bfloat16)
     assert not any(p.requires_grad for chunk in model.chunks for p in chunk.parameters())
     found = {"round trip": float(not is_unchanged(model, folder))}
     for n, scores in enumerate(schedule.score(model, models.batches(3), models.TEMPERATURE, frozenset())):

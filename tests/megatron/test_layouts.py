@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron import models
+from tests.megatron import beside, models
 from tests.megatron.layouts import LAYOUTS
 
 pytestmark = pytest.mark.timeout(600)
@@ -37,8 +37,13 @@ LIMITS = {
     "updated weight": 1e-5,
     "weight updated in shards": 1e-5,
     "logprobs in bfloat16": 0.1,
+    "values": 1e-4,
+    "gradient norm of values": 1e-5,
+    "divergence": 1e-5,
+    "gradient norm of a divergence": 1e-5,
 }
-ALWAYS = LIMITS.keys() - {"gradient of the tied copy", "logprobs in bfloat16"}
+BESIDE = {"values", "gradient norm of values", "divergence", "gradient norm of a divergence"}
+ALWAYS = LIMITS.keys() - {"gradient of the tied copy", "logprobs in bfloat16"} - BESIDE
 CASES = [
     (num_ranks, f"{layout} {name}")
     for num_ranks, layouts in LAYOUTS.items()
@@ -55,6 +60,8 @@ def answers(tmp_path_factory):
         path = models.make(name, folder)
         for num in (3, 6):
             models.reference(path, num)
+    for num in (3, 6):
+        beside.reference(folder, num)
     return functools.cache(functools.partial(launch, folder))
 
 
@@ -97,4 +104,4 @@ def test_it_computes_what_transformers_does(answers, num_ranks, case):
     measured = {check: max(rank.get(check, 0.0) for rank in by_rank) for check in LIMITS}
     assert {c: m for c, m in measured.items() if not m <= LIMITS[c]} == {}, by_rank
     if "bfloat16" not in case:
-        assert set().union(*by_rank) >= ALWAYS
+        assert set().union(*by_rank) >= (ALWAYS | BESIDE if case.split()[-1] == beside.POLICY else ALWAYS)

@@ -268,7 +268,10 @@ def test_published_positions_are_understood(folder):
 REFUSED = {
     "qwen3_next": ({"model_type": "qwen3_next"}, "linear attention"),
     "qwen3_5": ({"model_type": "qwen3_5_text"}, "linear attention"),
+    "qwen3_5 with pictures": ({"model_type": "qwen3_5_moe"}, "linear attention"),
     "glm 5": ({"model_type": "glm_moe_dsa"}, "sparse attention"),
+    "deepseek 3.2": ({"model_type": "deepseek_v32"}, "sparse attention"),
+    "deepseek 4": ({"model_type": "deepseek_v4"}, "hyper-connections"),
     "unknown": ({"model_type": "gpt2"}, "no table"),
     "window": ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window"),
     "quantised": (

@@ -12,22 +12,27 @@ import torch.distributed as dist
 import torch.multiprocessing
 from safetensors.torch import load_file, save_file
 
-from runtime.config import Parallel
+from runtime.config import Lora, Parallel
 from runtime.errors import ConfigError
 from runtime.trainer.group import configure_torch
 from tests.contract.trainer_setup import around, batch_of, leaders, make_trainer, train, weights_of
 from tests.megatron import models
 
 DENSE, SPARSE, LATENT = "qwen3_odd", "qwen3_moe", "deepseek_v3_plain"
+ADAPTED, ADAPTED_LATENT = f"{DENSE} adapted", f"{LATENT} adapted"
 CUTS = {
     "dp2": (Parallel(), (DENSE, SPARSE)),
-    "tp2": (Parallel(tensor=2), (DENSE,)),
-    "tp2 sp": (Parallel(tensor=2, sequence_parallel=True), (SPARSE, LATENT)),
-    "pp2": (Parallel(pipeline=2), (DENSE, SPARSE)),
+    "tp2": (Parallel(tensor=2), (DENSE, ADAPTED)),
+    "tp2 sp": (Parallel(tensor=2, sequence_parallel=True), (SPARSE, LATENT, ADAPTED, ADAPTED_LATENT)),
+    "pp2": (Parallel(pipeline=2), (DENSE, SPARSE, ADAPTED)),
     "pp2 vpp2": (Parallel(pipeline=2, virtual_pipeline=2), (DENSE,)),
-    "ep2": (Parallel(expert=2), (SPARSE, LATENT)),
+    "ep2": (Parallel(expert=2), (SPARSE, LATENT, ADAPTED_LATENT)),
 }
 """Each reads its own checkpoint and that of the one before with the same model."""
+ADAPTERS = {
+    DENSE: Lora(rank=2, targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")),
+    LATENT: Lora(rank=2),
+}
 CASES = [(cut, name) for cut, (_, names) in CUTS.items() for name in names]
 
 
@@ -40,7 +45,9 @@ def two_ranks(rank: int, folder: Path) -> None:
     for cut, (parallel, names) in CUTS.items():
         with around("megatron", parallel):
             for name in names:
-                trainer = make_trainer(folder / name, kind="megatron", parallel=parallel, warmup_updates=5)
+                model, *adapted = name.split()
+                lora = ADAPTERS[model] if adapted else None
+                trainer = make_trainer(folder / model, kind="megatron", parallel=parallel, warmup_updates=5, lora=lora)
                 for step in (train_and_save, restore_and_train):
                     found |= step(trainer, folder, cut, name, len(leaders(parallel)))
     (folder / f"found-{rank}.json").write_text(json.dumps(found))
@@ -51,7 +58,7 @@ def two_ranks(rank: int, folder: Path) -> None:
 def train_and_save(trainer, folder: Path, cut: str, name: str, num_dp: int) -> dict[str, dict]:
     for seed in (0, 1):
         train(trainer, batch_of(seed, num_dp=num_dp))
-    trainer.save(folder / f"{name} {cut}")
+    trainer.save(folder / f"{name} {cut}").result()
     keep(folder / f"{name} {cut} saved", weights_of(trainer))
     metrics = train(trainer, batch_of(2, num_dp=num_dp))
     keep(folder / f"{name} {cut} next", weights_of(trainer))
@@ -122,7 +129,7 @@ def test_a_checkpoint_of_another_model_or_half_of_one_changes_nothing(folder, tm
         before = weights_of(trainer)
         with pytest.raises(ConfigError, match="no checkpoint of this model"):
             trainer.restore(folder / f"{DENSE} dp2")
-        trainer.save(tmp_path / "half")
+        trainer.save(tmp_path / "half").result()
         train(trainer, batch_of(0))
         after = weights_of(trainer)
         (tmp_path / "half/metadata.json").unlink()

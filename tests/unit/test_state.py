@@ -15,6 +15,11 @@ def shards(folder):
     (folder / "0.bin").write_bytes(b"weights")
 
 
+def save(checkpoints, step, save_shards=shards, state=RunState):
+    checkpoints.begin(step, save_shards, state)
+    checkpoints.commit()
+
+
 def test_state_round_trips(tmp_path):
     state = RunState(step=3, version=3, ready=(finished(LEASE),), running=(LEASE,), offsets={"metrics.jsonl": 10})
     write_state(tmp_path / "state.bin", state)
@@ -27,7 +32,7 @@ def test_only_marked_checkpoints_count_and_old_ones_go(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
     assert checkpoints.load() is None
     for step in (1, 2, 3):
-        checkpoints.commit(step, shards, lambda step=step: RunState(step=step))
+        save(checkpoints, step, state=lambda step=step: RunState(step=step))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000002", "step-000003"]
     (tmp_path / "step-000003" / "COMPLETE").unlink()
     folder, state = checkpoints.load()
@@ -42,15 +47,25 @@ def test_a_save_that_fails_leaves_no_checkpoint(tmp_path):
 
     checkpoints = Checkpoints(tmp_path, keep=2)
     with pytest.raises(OSError):
-        checkpoints.commit(1, broken, RunState)
+        save(checkpoints, 1, broken)
     assert checkpoints.latest() is None
-    checkpoints.commit(1, shards, RunState)
+    save(checkpoints, 1)
     assert checkpoints.latest().name == "step-000001"
+
+
+def test_until_shards_are_written_the_earlier_checkpoint_counts(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    save(checkpoints, 1, state=lambda: RunState(step=1))
+    checkpoints.begin(2, shards, lambda: RunState(step=2))
+    assert checkpoints.latest().name == "step-000001", "the old one is kept until the new one is whole"
+    assert Checkpoints(tmp_path, keep=1).load()[1].step == 1
+    assert not (tmp_path / "step-000002").exists()
 
 
 def test_a_damaged_state_says_how_to_go_on(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1)
-    folder = checkpoints.commit(1, shards, RunState)
+    save(checkpoints, 1)
+    folder = checkpoints.latest()
     (folder / "state.bin").write_bytes(b"\1\0\0\0\0\0\0\0\xff\0\0\0\0\0\0\0")
     with pytest.raises(SluiceError, match="remove"):
         checkpoints.load()

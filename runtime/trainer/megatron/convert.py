@@ -45,6 +45,8 @@ def listing(rows: Sequence[Row], files: WeightFiles, dtype: torch.dtype | None =
     """
     found = []
     for row in rows:
+        if row.is_new:
+            continue
         for name, shape in zip(row.hf, row.shapes, strict=True):
             if files.shape(name) != shape:
                 problem = f"its shape is {list(files.shape(name))}, but the config says {list(shape)}"
@@ -110,6 +112,9 @@ class Weights:
             target = self.held.get(row.megatron)
             if target is None:
                 continue
+            if row.is_new:
+                yield target, torch.zeros(target.shape)
+                continue
             cut, num_ranks = self._cut(row, target)
             pieces = [files.read(name, cut, self.tp.rank(), num_ranks) for name in row.hf]
             yield target, row.fill_up(row.join(pieces, num_ranks), num_ranks)
@@ -118,7 +123,7 @@ class Weights:
         """(Hugging Face name, whole tensor in its listed dtype) on every rank; all ranks walk through it together."""
         wanted = {item.name: item for item in listed}
         for row in self.rows:
-            if row.is_copy:
+            if row.is_copy or row.is_new:
                 continue
             items = [wanted[name] for name in row.hf]
             yield from zip(row.hf, self._gather(row, items), strict=True)

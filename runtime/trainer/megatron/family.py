@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
@@ -12,14 +12,8 @@ from transformers import AutoConfig, PretrainedConfig
 from runtime import plugins
 from runtime.errors import ConfigError
 from runtime.trainer.megatron import families
+from runtime.trainer.megatron.families._missing import lacking
 from runtime.trainer.megatron.table import Row, within
-
-MISSING: Final = {
-    "qwen3_next": "its linear attention (gated delta rule) and gated attention",
-    "qwen3_5": "its linear attention (gated delta rule) and gated attention",
-    "glm_moe_dsa": "its sparse attention with an indexer",
-}
-"""Start of a `model_type` -> what the megatron trainer lacks for it."""
 
 
 class Family(Protocol):
@@ -69,10 +63,8 @@ def find(hf: PretrainedConfig) -> Family:
     kind = hf.model_type
     if kind in names():
         return importlib.import_module(f"{families.__name__}.{kind}")  # pyright: ignore[reportReturnType]
-    lacks = [what for start, what in MISSING.items() if kind.startswith(start)]
-    problem = f"the megatron trainer lacks {lacks[0]}" if lacks else "the megatron trainer has no table of its names"
     fix = f"use the fsdp trainer, or a model of one of: {', '.join(names())}"
-    raise ConfigError(f"{hf.name_or_path or kind}/config.json: model_type", f"{kind!r}: {problem}", fix)
+    raise ConfigError(f"{hf.name_or_path or kind}/config.json: model_type", f"{kind!r}: {lacking(kind)}", fix)
 
 
 def table(family: Family, hf: PretrainedConfig) -> list[Row]:

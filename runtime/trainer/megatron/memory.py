@@ -31,7 +31,7 @@ class Memory:
             self._asleep.append((storage, storage.nbytes(), kept))
         for storage, _, _ in self._asleep:
             storage.resize_(0)
-        release_memory(next(self._optimizer.tensors()).device)
+        release_memory(next(self._tensors()).device)
 
     def wake(self) -> None:
         for storage, size, kept in self._asleep:

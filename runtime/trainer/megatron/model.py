@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,27 @@ with warnings.catch_warnings():
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from runtime import topology
-from runtime.config import Parallel
+from runtime.config import Lora, Parallel
 from runtime.device import is_gpu
-from runtime.trainer.megatron import family, spec
+from runtime.trainer.megatron import family, lora, spec, values
 from runtime.trainer.megatron.convert import Listed, Weights, listing
 from runtime.trainer.megatron.stages import Stages
 from runtime.trainer.megatron.weight_files import WeightFiles
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How a model is built that is trained: wrapped for gradients, which are summed over data- and context-parallel
+    ranks, in float32."""
+
+    shards_optimizer: bool = False
+    """Each of those ranks gets its share of the sums only, for Megatron's distributed optimizer."""
+    recomputes: bool = False
+    """Of each layer only its input is kept for backward."""
+    has_values: bool = False
+    """A critic: its last layer gives one value."""
+    lora: Lora | None = None
+    """Only adapters are trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +62,14 @@ class Model:
     weights: Weights
     listed: list[Listed]
     """What the folder held, in the order of `weights.give`."""
+    adapters: lora.Adapters | None = None
+    has_values: bool = False
+    """A critic: rows are not logits but values, [1, L, 1], the same on all tensor-parallel ranks."""
+
+    def give(self, listed: Sequence[Listed]) -> Iterator[tuple[str, Tensor]]:
+        """As `weights.give`, with what adapters add."""
+        given = self.weights.give(listed)
+        return self.adapters.merge(given) if self.adapters else given
 
 
 def build(
@@ -54,38 +78,55 @@ def build(
     device: torch.device,
     dtype: torch.dtype,
     *,
-    is_trained: bool,
-    shards_optimizer: bool = False,
+    training: Training | None = None,
 ) -> Model:
     """This rank's part of the model in a Hugging Face folder, with its weights; after `groups.start`.
 
     Args:
         dtype: of weights and of computing.
-        is_trained: wrap it for gradients; they are summed over data- and context-parallel ranks, in float32.
-        shards_optimizer: each of those ranks gets its share of the sums only, for Megatron's distributed optimizer.
+        training: None: it is only run.
 
     Raises:
         ConfigError: the family, one of its features or the cut is not supported, or files and config do not agree.
     """
     hf = family.read_config(folder)
+    has_values = training is not None and training.has_values
+    if has_values:
+        hf.tie_word_embeddings = False
     kind = family.find(hf)
     fields = kind.config(hf)
     check(hf, fields, parallel)
     stages = Stages(hf.num_hidden_layers, parallel.pipeline, parallel.virtual_pipeline)
     rotary = kind.rotary(hf)
+    if training and training.recomputes:
+        fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     config = transformer_config(fields, parallel, stages, device, dtype)
     chunks = [_chunk(hf, config, rotary, parallel, number, device) for number in range(parallel.virtual_pipeline)]
     rows = family.table(kind, hf)
+    if has_values:
+        values.give(chunks, config, device)
+        rows = values.rows(rows, hf)
     weights = Weights(rows, chunks, stages, config.num_moe_experts or 0)
     with WeightFiles(folder) as files:
         listed = listing(rows, files)
         weights.load(files)
-    if is_trained:
-        chunks = [_trained(config, chunk, number, shards_optimizer) for number, chunk in enumerate(chunks)]
+    adapters = lora.attach(training.lora, weights, chunks, config) if training and training.lora else None
+    if training:
+        chunks = [_trained(config, chunk, number, training.shards_optimizer) for number, chunk in enumerate(chunks)]
     else:
         for chunk in chunks:
             chunk.requires_grad_(False)
-    return Model(folder=folder, hf=hf, config=config, parallel=parallel, chunks=chunks, weights=weights, listed=listed)
+    return Model(
+        folder=folder,
+        hf=hf,
+        config=config,
+        parallel=parallel,
+        chunks=chunks,
+        weights=weights,
+        listed=listed,
+        adapters=adapters,
+        has_values=has_values,
+    )
 
 
 def check(hf: PretrainedConfig, fields: dict[str, Any], parallel: Parallel) -> None:

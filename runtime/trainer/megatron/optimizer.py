@@ -15,6 +15,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
 from runtime import config
+from runtime.trainer.megatron.host import HostAdamW
 from runtime.trainer.megatron.model import Model
 from runtime.trainer.megatron.table import WRAPPERS
 from runtime.trainer.megatron.weight_files import WeightFiles
@@ -50,8 +51,10 @@ class AdamW:
         assert isinstance(chained, ChainedOptimizer)
         self.chained = chained
         self.updates = 0
-        if dtype != torch.float32 and any(item.dtype != dtype for item in model.listed):
+        is_whole = model.adapters is None
+        if is_whole and dtype != torch.float32 and any(item.dtype != dtype for item in model.listed):
             self._read_masters()
+        self.hosts = [HostAdamW(part, options) for part in self.parts] if options.offload else []
         for p, state in self._states():
             state |= {name: torch.zeros_like(p) for name in MOMENTS}
         self.count(0)
@@ -65,13 +68,12 @@ class AdamW:
     def count(self, updates: int) -> None:
         """Say how many updates were made."""
         self.updates = updates
-        for part in self.parts:
-            is_torchs = isinstance(part.optimizer, torch.optim.AdamW)
-            for group in part.param_groups:
+        for optimizer in self._optimizers():
+            is_torchs = isinstance(optimizer, torch.optim.AdamW)
+            for group in optimizer.param_groups:
                 group |= {"fused": True} if is_torchs else {"step": updates}  # Transformer Engine counts by group
-            if is_torchs:
-                for p in part.get_parameters():
-                    part.optimizer.state[p]["step"] = torch.tensor(float(updates), device=p.device)
+                for p in group["params"] if is_torchs else ():
+                    optimizer.state[p]["step"] = torch.tensor(float(updates), device=p.device)
 
     def step(self) -> tuple[float, float]:
         """Clip, set the warm-up's learning rate and step, unless the norm is not finite; the gradients are in
@@ -87,28 +89,49 @@ class AdamW:
                 clip_grad_by_total_norm_fp32([*part.get_parameters()], o.clip_norm, norm)
             for group in part.param_groups:
                 group["lr"] = rate
-        self.chained.step_with_ready_grads()
+        if self.hosts:
+            for host in self.hosts:
+                host.step(rate)
+            self._share_weights()
+        else:
+            self.chained.step_with_ready_grads()
         self.updates += 1
         return norm, rate
 
     def masters_to_model(self) -> None:
         """Give the model what the masters hold, as an update does at its end."""
         with torch.no_grad():
-            for part in self.parts:
+            for part in self.parts if not self.hosts else ():
                 part._copy_main_params_to_model_params()
-        for chunk in self.model.chunks:
-            chunk.start_param_sync()  # pyright: ignore[reportCallIssue]
+            for host in self.hosts:
+                host.to_model()
+        self._share_weights()
+
+    def held(self, number: int, main: Tensor) -> dict[str, Tensor]:
+        """Of part `number`, what belongs to one of Megatron's masters: "param" (the master) and its moments."""
+        master = self.hosts[number].masters[main] if self.hosts else main
+        return {**self._optimizers()[number].state[master], "param": master.detach()}
 
     def tensors(self) -> Iterator[Tensor]:
-        """Masters and moments on this rank."""
-        for p, state in self._states():
+        """Masters and moments on this rank's device."""
+        for p, state in self._states() if not self.hosts else ():
             yield p.data
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those that hold the state of each part."""
+        return [host.optimizer for host in self.hosts] or [part.optimizer for part in self.parts]
+
     def _states(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        for part in self.parts:
-            for p in part.get_parameters():
-                yield p, part.optimizer.state[p]
+        for optimizer in self._optimizers():
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    yield p, optimizer.state[p]
+
+    def _share_weights(self) -> None:
+        """Each rank has made its part of the weights; now all have all of them."""
+        for chunk in self.model.chunks:
+            chunk.start_param_sync()  # pyright: ignore[reportCallIssue]
 
     def _read_masters(self) -> None:
         """Masters from the files: those that Megatron made from the model have lost what its dtype cannot hold."""

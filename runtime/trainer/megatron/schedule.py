@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from runtime.trainer.base import Scores
+from runtime.trainer.base import Heads, Scores
 from runtime.trainer.megatron import groups, scores
 from runtime.trainer.megatron.model import Model
 from runtime.trainer.megatron.packing import Packed, pack, padded_length
@@ -31,19 +31,20 @@ def score(model: Model, batches: Sequence[Sequences], temperature: float, want: 
     """Forward without gradient; the scores of every micro-batch, on every rank of its data-parallel share.
 
     Args:
-        want: "entropy", or nothing beside log-probs.
+        want: "entropy", or nothing beside log-probs, or a critic's values.
     """
 
-    def finish(number: int, logits: Tensor, packed: Packed) -> list[Tensor]:
-        found = scores.score(logits, packed, temperature, want, num_tokens=model.hf.vocab_size)
-        return [x for x in (found.logprobs, found.entropy) if x is not None]
+    def finish(number: int, rows: Tensor, packed: Packed) -> Scores:
+        return _scores(model, rows, packed, temperature, want)
 
     results = forward(model, batches, finish)
+    names = ("values",) if model.has_values else ("logprobs", *want & {"entropy"})
     found = []
     for number, (tokens, _) in enumerate(batches):
-        arrays = results[number] if results else [tokens.new_empty(len(tokens), dtype=torch.float32) for _ in range(2)]
-        logprobs, *entropy = [_from_last_stage(model, x) for x in arrays[: 1 + ("entropy" in want)]]
-        found.append(Scores(logprobs=logprobs, entropy=entropy[0] if entropy else None))
+        empty = tokens.new_empty(len(tokens), dtype=torch.float32)
+        arrays = {name: getattr(results[number], name) if results else empty.clone() for name in names}
+        whole = {name: _from_last_stage(model, x) for name, x in arrays.items()}
+        found.append(Scores(logprobs=whole.get("logprobs"), entropy=whole.get("entropy"), values=whole.get("values")))
     return found
 
 
@@ -59,6 +60,7 @@ def train(
     loss: Callable[[int, Scores], tuple[Tensor, Any]],
     temperature: float,
     want: frozenset[str],
+    teacher: Heads | None = None,
 ) -> list[Any]:
     """Forward and backward; gradients, summed over micro-batches and ranks, are then in each parameter's `main_grad`,
     which was zeroed before. Returns what `loss` gave beside the loss, in the last stage; elsewhere nothing.
@@ -66,10 +68,12 @@ def train(
     Args:
         loss: (number of the micro-batch, scores) -> (its share of the loss, already divided by the totals of the
             update; anything).
+        teacher: for the divergence, in the last stage.
     """
 
-    def finish(number: int, logits: Tensor, packed: Packed) -> tuple[Tensor, Tensor, Any]:
-        value, result = loss(number, scores.score(logits, packed, temperature, want, num_tokens=model.hf.vocab_size))
+    def finish(number: int, rows: Tensor, packed: Packed) -> tuple[Tensor, Tensor, Any]:
+        head = teacher[number] if teacher else None
+        value, result = loss(number, _scores(model, rows, packed, temperature, want, head))
         # With a count in the middle Megatron leaves the loss alone: of a pair it would multiply the loss by the
         # context-parallel ranks and divide it by the micro-batches, in place, and so what the caller kept of it.
         return value, torch.ones((), dtype=torch.int, device=value.device), result
@@ -77,6 +81,19 @@ def train(
     for chunk in model.chunks:
         chunk.zero_grad_buffer()  # pyright: ignore[reportCallIssue]
     return _run(model, batches, finish, is_forward_only=False)
+
+
+def _scores(
+    model: Model,
+    rows: Tensor,
+    packed: Packed,
+    temperature: float,
+    want: frozenset[str],
+    teacher: Callable[[], Tensor] | None = None,
+) -> Scores:
+    if model.has_values:
+        return scores.values(rows, packed)
+    return scores.score(rows, packed, temperature, want, num_tokens=model.hf.vocab_size, teacher=teacher)
 
 
 def _run(model: Model, batches: Sequence[Sequences], finish: Finish, *, is_forward_only: bool) -> list[Any]:

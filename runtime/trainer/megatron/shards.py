@@ -7,7 +7,7 @@ buckets for nothing, and where a bucket's parameters do not fill it the paramete
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -19,6 +19,9 @@ Whole = dict[nn.Parameter, dict[str, Tensor]]
 """Parameter of the model -> "param" (its master), "exp_avg" and "exp_avg_sq", float32, in its shape, on the CPU."""
 
 KEYS: Final = ("param", "exp_avg", "exp_avg_sq")
+
+Held = Callable[[Tensor], Mapping[str, Tensor]]
+"""One of Megatron's masters -> what this rank has of it under each of KEYS: AdamW.held."""
 
 
 def owned(part: DistributedOptimizer) -> list[nn.Parameter]:
@@ -34,7 +37,7 @@ def owned(part: DistributedOptimizer) -> list[nn.Parameter]:
     return found
 
 
-def gather(part: DistributedOptimizer) -> Whole:
+def gather(part: DistributedOptimizer, held: Held) -> Whole:
     """What this rank owns; called by all ranks of the group."""
     found: Whole = {parameter: {} for parameter in owned(part)}
     group = part.data_parallel_group
@@ -43,8 +46,8 @@ def gather(part: DistributedOptimizer) -> Whole:
             whole = torch.zeros_like(bucket.grad_data, dtype=torch.float32)
             shards = list(whole.chunk(group.size()))
             own = shards[group.rank()].clone()
-            for state, at in _own(part, buffer, bucket, key):
-                own[at] = state
+            for main, at in _own(part, buffer, bucket):
+                own[at] = held(main)[key]
             dist.all_gather(shards, own, group=group)
             for parameter in bucket.params_list:
                 if parameter in found:
@@ -53,7 +56,7 @@ def gather(part: DistributedOptimizer) -> Whole:
     return found
 
 
-def scatter(part: DistributedOptimizer, found: Whole) -> None:
+def scatter(part: DistributedOptimizer, held: Held, found: Whole) -> None:
     """The inverse: overwrite masters and moments by what the owners hold; called by all ranks of the group."""
     group = part.data_parallel_group
     for buffer, bucket in _buckets(part):
@@ -64,8 +67,8 @@ def scatter(part: DistributedOptimizer, found: Whole) -> None:
                     whole[_place(buffer, bucket, parameter)] = found[parameter][key].flatten().to(whole.device)
             dist.all_reduce(whole, group=group)  # of each element all but one rank give zero
             own = whole.chunk(group.size())[group.rank()]
-            for state, at in _own(part, buffer, bucket, key):
-                state.copy_(own[at])
+            for main, at in _own(part, buffer, bucket):
+                held(main)[key].copy_(own[at])
 
 
 def _buckets(part: DistributedOptimizer) -> Iterator[tuple[Any, Any]]:
@@ -78,8 +81,8 @@ def _place(buffer: Any, bucket: Any, parameter: nn.Parameter) -> slice:
     return slice(start - bucket.offset, end - bucket.offset)
 
 
-def _own(part: DistributedOptimizer, buffer: Any, bucket: Any, key: str) -> Iterator[tuple[Tensor, slice]]:
-    """(master or moment of the part of a parameter that this rank holds, where that lies in its shard)"""
+def _own(part: DistributedOptimizer, buffer: Any, bucket: Any) -> Iterator[tuple[Tensor, slice]]:
+    """(Megatron's master of the part of a parameter that this rank holds, where that lies in its shard)"""
     group = part.data_parallel_group
     size = bucket.grad_data.numel() // group.size()
     first = group.rank() * size
@@ -88,7 +91,6 @@ def _own(part: DistributedOptimizer, buffer: Any, bucket: Any, key: str) -> Iter
         start, end = max(place.start, first) - first, min(place.stop, first + size) - first
         if start < end:
             number, order = part.model_param_group_index_map[parameter]
-            master = part.optimizer.param_groups[number]["params"][order]
-            state = master.detach() if key == "param" else part.optimizer.state[master][key]
-            assert state.numel() == end - start, f"{state.numel()} elements of {key}, not {end - start}"
-            yield state, slice(start, end)
+            main = part.optimizer.param_groups[number]["params"][order]
+            assert main.numel() == end - start, f"{main.numel()} elements, not {end - start}"
+            yield main, slice(start, end)

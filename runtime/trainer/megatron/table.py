@@ -38,6 +38,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     expert: int | None = None
     is_copy: bool = False
     """The last stage's copy of tied embeddings: read, never given out."""
+    is_new: bool = False
+    """Not what the files hold under this name, but zeros at first; never given out."""
 
     @property
     def shape(self) -> Shape:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runtime import config
+from runtime.trainer import lora
 from runtime.trainer import model as whole_model
-from runtime.trainer.base import Loss, Scores, Sums
+from runtime.trainer.base import Heads, Loss, Role, Scores, Sums
+from runtime.trainer.checkpoint import Writer
 from runtime.trainer.megatron import checkpoint, groups, schedule
 from runtime.trainer.megatron import model as megatron_model
 from runtime.trainer.megatron.convert import Listed
@@ -30,32 +34,43 @@ from runtime.types import Manifest, MicroBatch, Share, Totals
 
 
 class MegatronTrainer:
-    """A policy on this trainer rank and its peers; inside `process.ready`."""
+    """A policy or a critic on this trainer rank and its peers; inside `process.ready`."""
 
     def __init__(
-        self, path: Path, options: config.Trainer, device: torch.device, *, temperature: float, bucket_bytes: int
+        self,
+        path: Path,
+        options: config.Trainer,
+        device: torch.device,
+        *,
+        temperature: float,
+        bucket_bytes: int,
+        role: Role = "policy",
     ) -> None:
         """Build and load this rank's part; arguments as in factory.ready."""
         self.path, self.device = path, device
         self.dtype = whole_model.DTYPES[options.precision]
         self.temperature, self.bucket_bytes = temperature, bucket_bytes
-        self.model = megatron_model.build(
-            path, options.parallel, device, self.dtype, is_trained=True, shards_optimizer=True
+        self.role: Role = role
+        training = megatron_model.Training(
+            shards_optimizer=True,
+            recomputes=options.recompute == "full",
+            has_values=role == "critic",
+            lora=options.lora if role == "policy" else None,
         )
+        self.model = megatron_model.build(path, options.parallel, device, self.dtype, training=training)
         self.optimizer = AdamW(self.model, options.optimizer, self.dtype)
         self.memory = Memory(self.model, self.optimizer)
+        self.writer = Writer()
         self.listed = [_sent(item, self.dtype) for item in self.model.listed]
 
     def hand_on(self, share: Share | None) -> Share:
         return from_leader(share, Share, self.device)
 
-    def score(self, share: Sequence[MicroBatch], module: str, want: frozenset[str]) -> list[Scores]:
-        assert module == "policy", f"no {module} model is loaded"
-        filled = [whole_model.fill(batch) for batch in share]
-        scores = schedule.score(self.model, _sequences(filled), self.temperature, want & {"entropy"})
-        return [
-            whole_model.cut(_masked(s, f), len(batch.tokens)) for s, f, batch in zip(scores, filled, share, strict=True)
-        ]
+    def score(
+        self, share: Sequence[MicroBatch], module: str, want: frozenset[str], temperature: float | None = None
+    ) -> list[Scores]:
+        assert module == self.role, f"no {module} is loaded"
+        return score(self.model, share, temperature or self.temperature, want)
 
     def update(
         self,
@@ -64,14 +79,15 @@ class MegatronTrainer:
         totals: Totals,
         denominator: str,
         want: frozenset[str] = frozenset(),
+        teacher: Heads | None = None,
     ) -> dict[str, float]:
         filled, divisor = [whole_model.fill(batch) for batch in share], totals.of(denominator)
 
         def loss(number: int, scores: Scores) -> tuple[Tensor, Sums]:
-            value, sums = losses["policy"](_masked(scores, filled[number]), filled[number])
+            value, sums = losses[self.role](_masked(scores, filled[number]), filled[number])
             return value / divisor, {"loss": value.detach().clone(), **sums}
 
-        collected = schedule.train(self.model, _sequences(filled), loss, self.temperature, want & {"entropy"})
+        collected = schedule.train(self.model, sequences(filled), loss, self.temperature, want & {"entropy"}, teacher)
         norm, rate = self.optimizer.step()
         return {
             **self._reduce(collected, divisor),
@@ -92,19 +108,22 @@ class MegatronTrainer:
         )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self.model.weights.give(self.listed)
+        return self.model.give(self.listed)
 
-    def save(self, folder: Path) -> None:
-        checkpoint.save(folder, self.optimizer)
+    def save(self, folder: Path) -> Future[None]:
+        return checkpoint.save(self.writer, folder, self.optimizer)
 
     def restore(self, folder: Path) -> None:
         checkpoint.restore(folder, self.optimizer)
 
     def export(self, folder: Path) -> None:
+        adapters = self.model.adapters
         if dist.get_rank() == 0:
             export(folder, self.path, self.model.hf, self.listed, self.weights())
+            if adapters:
+                lora.export(folder / lora.FOLDER, self.path, adapters.options, adapters.give(self.dtype))
         else:
-            for _ in self.weights():
+            for _ in chain(self.weights(), adapters.give(self.dtype) if adapters else ()):
                 pass
         dist.barrier()
 
@@ -133,17 +152,31 @@ def _sent(item: Listed, dtype: torch.dtype) -> Listed:
     return item if item.name.endswith("e_score_correction_bias") else Listed(item.name, dtype, item.shape)
 
 
-def _sequences(batches: Sequence[MicroBatch]) -> list[schedule.Sequences]:
+def sequences(batches: Sequence[MicroBatch]) -> list[schedule.Sequences]:
     return [(batch.tokens, batch.starts) for batch in batches]
+
+
+def score(
+    model: megatron_model.Model, share: Sequence[MicroBatch], temperature: float, want: frozenset[str]
+) -> list[Scores]:
+    """What base.Trainer.score gives, of any model."""
+    filled = [whole_model.fill(batch) for batch in share]
+    scores = schedule.score(model, sequences(filled), temperature, want & {"entropy"})
+    return [
+        whole_model.cut(_masked(s, f), len(batch.tokens)) for s, f, batch in zip(scores, filled, share, strict=True)
+    ]
 
 
 def _masked(scores: Scores, batch: MicroBatch) -> Scores:
     """0 outside the loss mask, as the other trainer leaves it."""
+    given = scores.divergence
 
-    def under(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values.where(batch.loss_mask, 0.0)
+    def divergence(kind: str, beta: float, temperature: float) -> Tensor:
+        assert given is not None
+        return given(kind, beta, temperature).where(batch.loss_mask, 0.0)
 
-    return msgspec.structs.replace(scores, logprobs=under(scores.logprobs), entropy=under(scores.entropy))
+    scores = msgspec.structs.replace(scores, divergence=divergence if given else None)
+    return whole_model.arrays(scores, lambda values: values.where(batch.loss_mask, 0.0))
 
 
 def _all_reduce(values: Tensor, op: Any) -> Tensor:
