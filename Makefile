@@ -15,6 +15,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 TRL_BIN := .venv-trl/bin
 TRL_STAMP := .venv-trl/installed
+SGLANG_BIN := .venv-sglang/bin
+SGLANG_STAMP := .venv-sglang/installed
 TORCH := $(shell sed -n 's/^\(torch==[0-9.]*\).*/\1/p' constraints/cpu.txt)
 CODE := launcher runtime tests
 PYTEST := $(BIN)/python -m pytest $(PYTEST_FLAGS)
@@ -35,8 +37,8 @@ quickstart: $(STAMP)  ## train a tiny model on arithmetic, on this machine, in u
 	$(BIN)/python -m runtime.quickstart --out models/quickstart
 	$(BIN)/python -m launcher submit configs/quickstart.yaml $(SUBMIT_FLAGS)
 
-test: $(STAMP)  ## all tests (20 to 25 minutes on 2 cores), on a real Slurm too where it can be set up
-	$(PYTEST) tests
+test: $(STAMP) $(SGLANG_STAMP)  ## all tests (20 to 25 minutes on 2 cores), on a real Slurm too where it can be set up
+	OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadgroup --no-loadscope-reorder tests
 
 check: $(STAMP)  ## formatter, linter, types, structure and unit tests (2 minutes)
 	$(BIN)/python -m ruff format --check $(CODE)
@@ -57,7 +59,7 @@ bench: $(STAMP) $(TRL_STAMP)  ## speed against TRL and padded generate, growth o
 	$(PYTEST) tests -m bench -s
 
 clean:  ## delete environments, caches, runs and made models
-	rm -rf .venv .venv-trl .pytest_cache .ruff_cache .hypothesis .benchmarks build *.egg-info runs models
+	rm -rf .venv .venv-trl .venv-sglang .pytest_cache .ruff_cache .hypothesis .benchmarks build *.egg-info runs models
 	find $(CODE) -name __pycache__ -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints/cpu.txt
@@ -74,4 +76,13 @@ $(TRL_STAMP): constraints/trl.txt $(STAMP)
 	$(PYTHON) -m venv .venv-trl
 	$(if $(TORCH_INDEX),$(TRL_BIN)/python -m pip install --no-deps --index-url $(TORCH_INDEX) $(TORCH))
 	$(TRL_BIN)/python -m pip install -c constraints/trl.txt trl transformers torch
+	@touch $@
+
+# SGLang shares the packages of .venv, pinned there, that it needs too; tests/standins are for those with no CPU build.
+PACKAGES := import sysconfig; print(sysconfig.get_path("purelib"))
+$(SGLANG_STAMP): constraints/sglang.txt $(STAMP)
+	$(PYTHON) -m venv .venv-sglang
+	$(SGLANG_BIN)/python -m pip install --no-deps -r constraints/sglang.txt
+	printf '%s\n' $(CURDIR)/tests/standins "$$($(BIN)/python -c '$(PACKAGES)')" \
+	  > "$$($(SGLANG_BIN)/python -c '$(PACKAGES)')/shared.pth"
 	@touch $@

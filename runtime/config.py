@@ -31,6 +31,12 @@ class Model(Section, frozen=True, kw_only=True):
 class Models(Section, frozen=True, kw_only=True):
     policy: Model
     """The model that is trained."""
+    reference: Model | None = None
+    """Never changed; loaded where the algorithm compares the policy with it. Empty: the policy as it was at first."""
+    critic: Model | None = None
+    """What the critic starts from, where the algorithm trains one. Empty: as the policy does."""
+    teacher: Model | None = None
+    """Never changed; what the policy learns from by distillation. Its tokens are the policy's."""
 
 
 class Sampling(Section, frozen=True, kw_only=True):
@@ -103,6 +109,8 @@ class Optimizer(Section, frozen=True, kw_only=True):
     weight_decay: NonNegativeFloat = 0.0
     clip_norm: NonNegativeFloat = 1.0
     """Global gradient norm; 0 turns clipping off."""
+    offload: bool = False
+    """Keep masters and moments in the host's memory and step there: 12 bytes a parameter less on the GPU, slower."""
 
 
 class Parallel(Section, frozen=True, kw_only=True):
@@ -122,6 +130,17 @@ class Parallel(Section, frozen=True, kw_only=True):
     """Norms and residuals cut over the tensor-parallel ranks by tokens; experts need it where tensor is above 1."""
 
 
+class Lora(Section, frozen=True, kw_only=True):
+    """Low-rank adapters (arXiv 2106.09685) on linear layers of the policy; nothing else of it is trained."""
+
+    rank: Positive = 16
+    alpha: PositiveFloat = 32.0
+    """What an adapter gives is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = ()
+    """Hugging Face names of linear layers. Empty: what the model has of q_proj, k_proj, v_proj, o_proj, gate_proj,
+    up_proj and down_proj. Routed experts have no adapters."""
+
+
 class Trainer(Section, frozen=True, kw_only=True):
     kind: Literal["fsdp", "megatron"] = "fsdp"
     """fsdp: any transformers model, sharded over all trainer ranks; megatron: cut as `parallel` says."""
@@ -129,10 +148,17 @@ class Trainer(Section, frozen=True, kw_only=True):
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     """Of forward and backward; masters, gradients' sums and optimizer state are float32."""
     optimizer: Optimizer = field(default_factory=Optimizer)
+    critic_optimizer: Optimizer | None = None
+    """Empty: as `optimizer`."""
+    lora: Lora | None = None
+    """Empty: all weights of the policy are trained."""
     num_updates: Positive = 1
     """Optimizer steps a batch is split into."""
     max_tokens: Positive = 8192
     """Token budget of a micro-batch; a longer sequence gets its own."""
+    recompute: Literal["none", "full"] = "none"
+    """full: of each layer only its input is kept for backward, which computes the layer again: less memory, a third
+    more work."""
     threads: NonNegative = 0
     """torch threads of a trainer rank on CPU; 0: the node's cores over its trainer ranks and engines."""
 
@@ -140,13 +166,23 @@ class Trainer(Section, frozen=True, kw_only=True):
 class Sync(Section, frozen=True, kw_only=True):
     """How weights reach the engines."""
 
-    channel: Literal["broadcast"] = "broadcast"
-    bucket_bytes: Positive = 256 * 1024 * 1024
+    channel: Literal["broadcast", "disk", "ipc", "delta"] = "broadcast"
+    """broadcast: over a process group; disk: safetensors in `folder`; ipc: memory of the trainer's node, for engines on
+    it; delta: what changed since the last push, over a process group or through `folder`, if there is one."""
+    folder: str = ""
+    """Where versions are put, in a folder of the run's own; every engine's node must see it. Empty: the run folder."""
+    bucket_bytes: Positive = 64 * 1024 * 1024
+    """Of tensors that travel together: while one bucket does, the next is put together. A larger tensor goes alone."""
     pause: Literal["abort", "retract", "in_place"] = "retract"
     """What running requests meet while weights change: end early, drop their KV cache, or keep it."""
     verify: bool = True
     """Compare every engine's checksums with the trainer's after each push."""
     timeout_s: PositiveFloat = 600.0
+
+    @property
+    def via(self) -> Literal["group", "folder"]:
+        """How a push travels."""
+        return "folder" if self.channel in ("disk", "ipc") or (self.channel == "delta" and self.folder) else "group"
 
 
 class Cluster(Section, frozen=True, kw_only=True):
@@ -205,6 +241,9 @@ class Limits(Section, frozen=True, kw_only=True):
     """From the order to stop until the state is saved and the ranks have ended; then they are killed."""
     engine_restarts: NonNegative = 3
     """Times one engine slot is restarted without a finished group in between."""
+    mismatch: NonNegativeFloat = 0.0
+    """Mean distance of the engines' and the trainer's log-probs of a step's tokens (metric `mismatch`) above which the
+    run stops; 0: never. In bfloat16 0.01 is usual; what was sampled by older versions is further off."""
     attempts: NonNegative = 3
     """Attempts the supervisor starts after a lost peer or engine without a new step in between."""
 

@@ -10,21 +10,24 @@ from runtime import batching, plugins
 from runtime.buffer import Buffer, Filter, equal_rewards
 from runtime.comm.mailbox import MailboxServer
 from runtime.comm.world import World
-from runtime.config import RunConfig
+from runtime.config import RunConfig, Sync
 from runtime.data import DataSource
 from runtime.evaluate import Evaluation, params_of
 from runtime.fleet import Fleet
 from runtime.learner import Learner
 from runtime.loop import Loop, Progress, Rules
 from runtime.metrics import Recorder
-from runtime.publish import Publisher
+from runtime.publish import MARGIN_S, Publisher
 from runtime.rollout.tokenizer import HfTokenizer
 from runtime.state import Checkpoints
 from runtime.topology import Topology, leaders
 from runtime.trainer.base import Algorithm
-from runtime.types import Batch, Group, RunState
+from runtime.turns import Turns
+from runtime.types import Batch, Group, Prompt, RunState
 
 logger = logging.getLogger("controller")
+
+CANARY_TOKENS = 64
 
 
 class Controller:
@@ -51,8 +54,14 @@ class Controller:
             stop()  # raises where the order means that a peer is gone: trainer ranks may wait for it for ever
 
         learner = Learner(world, self._topology.trainers, self._leaders, idle=idle)
+        turns = None
+        if config.cluster.mode == "colocated":
+            turns = Turns(fleet, learner, start_s=config.limits.start_s, order_s=config.sync.timeout_s + MARGIN_S)
+            turns.to_engines()
         fleet.wait_engines(config.limits.start_s)
-        publisher = Publisher(fleet, learner, config.sync)
+        text = HfTokenizer(config.models.policy.path)
+        canary = canary_of(DataSource(config.data, 0).next(1)[0], text)
+        publisher = Publisher(fleet, learner, config.sync, folder_of(config.sync, self._run_dir), canary, turns)
         buffer = self._buffer()
         loop = Loop(
             rules=_rules(config, self._batch()),
@@ -64,7 +73,7 @@ class Controller:
             evaluation=Evaluation(config.evaluation.sets),
             recorder=recorder,
             checkpoints=self._checkpoints,
-            text=HfTokenizer(config.models.policy.path).decode,
+            text=text.decode,
             stop=stop,
         )
         reason = loop.run()
@@ -110,6 +119,16 @@ class Controller:
         return make
 
 
+def folder_of(sync: Sync, run_dir: Path) -> Path:
+    """Of versions that are pushed through one: the run's own."""
+    return Path(sync.folder) / run_dir.name if sync.folder else run_dir / "weights"
+
+
+def canary_of(prompt: Prompt, tokenizer: HfTokenizer) -> tuple[int, ...]:
+    """What engines and trainer are compared by after each push: the beginning of a prompt, as the policy sees it."""
+    return (prompt.tokens or tuple(tokenizer.chat(prompt.messages)))[:CANARY_TOKENS]
+
+
 def algorithm_of(config: RunConfig) -> Algorithm:
     choice = config.algorithm
     module = plugins.find("algorithm", choice.name, "algorithm.name")
@@ -127,5 +146,6 @@ def _rules(config: RunConfig, batch: Callable[[Sequence[Group], int], Batch]) ->
         samples_per_step=config.tracking.samples_per_step,
         rollout_s=config.limits.rollout_s,
         train_s=config.limits.train_s,
+        mismatch=config.limits.mismatch,
         batch=batch,
     )

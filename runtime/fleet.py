@@ -67,6 +67,7 @@ class Fleet:
         self._agent_of = {e: a for a in self._agents for e in a.engines}
         self._versions: dict[int, int | None] = dict.fromkeys(self._agent_of, None)
         self._starts: dict[int, int] = dict.fromkeys(self._agent_of, 0)
+        self._ranks: dict[int, int] = dict.fromkeys(self._agent_of, 1)
         self._fresh: set[int] = set()
         self._finished: list[Finished] = []
         self._answers: dict[int, Reply | Journal] = {}
@@ -82,13 +83,30 @@ class Fleet:
         """Engines that wait for weights."""
         return set(self._fresh)
 
+    def all(self) -> frozenset[int]:
+        """Every engine of the run, also those that are down."""
+        return frozenset(self._versions)
+
     def starts(self, engine: int) -> int:
         """How often this engine has become ready: tells its processes apart."""
         return self._starts[engine]
 
+    def version(self, engine: int) -> int | None:
+        """What it serves; None: nothing."""
+        return self._versions[engine]
+
+    def num_ranks(self, engine: int) -> int:
+        """Of a weight group that this engine takes: one for each part of its model."""
+        return self._ranks[engine]
+
     def committed(self, engines: Collection[int], version: int) -> None:
         self._versions |= dict.fromkeys(engines, version)
         self._fresh -= set(engines)
+
+    def emptied(self) -> None:
+        """Engines that answer gave their weights up."""
+        self._fresh = self.alive()
+        self._versions = dict.fromkeys(self._versions, None)
 
     def lost(self, engines: Collection[int]) -> None:
         """These are being restarted; they come back fresh."""
@@ -188,6 +206,7 @@ class Fleet:
                 logger.info("agent of node %d is rank %d", message.node, rank)
             case EngineReady():
                 self._starts[message.engine] += 1
+                self._ranks[message.engine] = message.num_ranks
                 self._fresh.add(message.engine)
                 self._on_engine("engine_ready", message.engine, "")
             case EngineDown():

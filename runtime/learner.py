@@ -11,6 +11,7 @@ import msgspec
 
 from runtime.comm.messages import (
     Answer,
+    AskSaved,
     CloseGroup,
     Command,
     Describe,
@@ -24,15 +25,21 @@ from runtime.comm.messages import (
     Push,
     Pushed,
     Save,
+    Saved,
+    Sleep,
     StopTrainer,
     Train,
     Trained,
+    Wake,
 )
 from runtime.errors import WaitTimeout
 from runtime.types import Batch, GroupAddress, Manifest
 
 TRANSFER_S = 300.0
 """Longest time one message may be on the wire: trainer ranks listen whenever no command is under way."""
+
+ASK_S = 0.2
+"""Between questions whether a checkpoint is written."""
 
 
 class World(Protocol):
@@ -58,6 +65,11 @@ class Learner:
         """
         self._world, self._ranks, self._leaders, self._idle = world, tuple(ranks), tuple(leaders), idle
         self._answers: dict[int, Answer] = {}
+        self._is_busy = False
+        """A command is under way."""
+        self._written: Callable[[], object] | None = None
+        """To call when what was saved is written."""
+        self._asked = 0.0
 
     # ---- training
 
@@ -70,8 +82,7 @@ class Learner:
         """Metrics of the batch begun last, or None while it is being trained."""
         if not self._collect():
             return None
-        answers, self._answers = self._answers, {}
-        first = answers[self._ranks[0]]
+        first = self._taken()[0]
         assert isinstance(first, Trained), first
         return first.metrics
 
@@ -93,18 +104,58 @@ class Learner:
     def close_group(self, name: str, timeout_s: float) -> None:
         self._done(self._do(CloseGroup(name=name), f"closing weight group {name}", timeout_s))
 
-    def push(self, group: str, version: int, timeout_s: float) -> dict[str, str]:
-        """Digests of what was sent."""
-        answer = self._do(Push(group=group, version=version), f"the push of version {version}", timeout_s)
+    def push(self, command: Push, timeout_s: float) -> Pushed:
+        answer = self._do(command, f"the push of version {command.version}", timeout_s)
         if isinstance(answer, Failed):
             raise GroupBroken(answer.reason)
         assert isinstance(answer, Pushed), answer
-        return answer.digests
+        return answer
+
+    # ---- turns with engines
+
+    def sleep(self, timeout_s: float) -> None:
+        self._done(self._do(Sleep(), "trainer ranks to sleep", timeout_s))
+
+    def wake(self, timeout_s: float) -> None:
+        self._done(self._do(Wake(), "trainer ranks to wake", timeout_s))
 
     # ---- the rest
 
-    def save(self, folder: Path, timeout_s: float) -> None:
+    def save(self, folder: Path, written: Callable[[], object], timeout_s: float) -> None:
+        """Returns when the shards are copied; what was saved before is settled.
+
+        Args:
+            written: called once, by `tend` or `settle`, when the shards are on disk.
+        """
+        assert self._written is None, "one checkpoint at a time"
         self._done(self._do(Save(path=str(folder)), "saving", timeout_s))
+        self._written, self._asked = written, time.monotonic()
+
+    def tend(self) -> None:
+        """Ask now and then whether what was saved is written by now; between commands."""
+        if self._written is not None and not self._is_busy and time.monotonic() >= self._asked + ASK_S:
+            self._look()
+
+    def _look(self) -> None:
+        assert self._written is not None
+        answers = self._answers_to(AskSaved(), "an answer", TRANSFER_S)
+        self._asked = time.monotonic()
+        if all(isinstance(answer, Saved) and answer.is_written for answer in answers):
+            written, self._written = self._written, None
+            written()
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait until what was saved is written.
+
+        Raises:
+            WaitTimeout: it takes too long.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self._written is not None:
+            if time.monotonic() > deadline:
+                raise WaitTimeout(f"controller waited {timeout_s:.0f} s for trainer ranks to write their shards")
+            self._look()
+            self._idle()
 
     def export(self, folder: Path, timeout_s: float) -> None:
         self._done(self._do(Export(path=str(folder)), "the export", timeout_s))
@@ -119,6 +170,11 @@ class Learner:
 
     def _do(self, command: Command, what: str, timeout_s: float) -> Answer:
         """One command to all ranks; the first rank's answer, or the first failure."""
+        answers = self._answers_to(command, what, timeout_s)
+        return next((a for a in answers if isinstance(a, Failed)), answers[0])
+
+    def _answers_to(self, command: Command, what: str, timeout_s: float) -> list[Answer]:
+        """One command to all ranks; their answers, in the order of ranks."""
         self._say([command] * len(self._ranks))
         deadline = time.monotonic() + timeout_s
         while not self._collect():
@@ -126,13 +182,16 @@ class Learner:
                 missing = [r for r in self._ranks if r not in self._answers]
                 raise WaitTimeout(f"controller waited {timeout_s:.0f} s for {what}: no answer from ranks {missing}")
             self._idle()
-        answers, self._answers = self._answers, {}
-        failed = next((a for a in answers.values() if isinstance(a, Failed)), None)
-        return failed or answers[self._ranks[0]]
+        return self._taken()
 
     def _say(self, commands: Sequence[Command]) -> None:
-        assert not self._answers, "a command is under way"
+        assert not self._is_busy, "a command is under way"
+        self._is_busy = True
         self._world.deal(dict(zip(self._ranks, commands, strict=True)), TRANSFER_S)
+
+    def _taken(self) -> list[Answer]:
+        answers, self._answers, self._is_busy = self._answers, {}, False
+        return [answers[rank] for rank in self._ranks]
 
     def _collect(self) -> bool:
         for rank in self._ranks:

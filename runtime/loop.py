@@ -46,11 +46,16 @@ class Learner(Protocol):
 
     def begin(self, batch: Batch) -> None: ...
     def training(self) -> dict[str, float] | None: ...
-    def save(self, folder: Path, timeout_s: float) -> None: ...
+    def save(self, folder: Path, written: Callable[[], object], timeout_s: float) -> None: ...
+    def tend(self) -> None: ...
+    def settle(self, timeout_s: float) -> None: ...
 
 
 class Publisher(Protocol):
     def publish(self, version: int, engines: set[int]) -> frozenset[int]: ...
+    def make_room(self) -> None: ...
+    @property
+    def made_room(self) -> bool: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +73,8 @@ class Rules:
     rollout_s: float
     """Longest time without a finished group."""
     train_s: float
+    mismatch: float
+    """Stop above this; 0: never."""
     batch: Callable[[Sequence[Group], int], Batch]
     """(groups, step) -> the batch; pure."""
 
@@ -126,11 +133,15 @@ class Loop:
             at.step, at.version = at.step + 1, at.version + 1
             self.publish(self.fleet.alive())
             self.report(groups, metrics, (started, gathered, trained, time.monotonic()))
+            self.check_mismatch(metrics.get("mismatch", 0.0))
             if rules.save_every and at.step % rules.save_every == 0:
                 self.save()
+                if self.publisher.made_room:
+                    self.publish(self.fleet.alive())
         if at.step == rules.num_steps and self.evaluation:
             self.evaluate()
         self.save()
+        self.learner.settle(rules.train_s)
         is_done = at.step == rules.num_steps and (not self.evaluation or at.evaluated == at.step)
         return "" if is_done else self.stop()
 
@@ -162,6 +173,7 @@ class Loop:
         return self.buffer.running() > 0 or self.buffer.open() < allowed
 
     def absorb(self, timeout_s: float) -> None:
+        self.learner.tend()
         for finished in self.fleet.poll(timeout_s):
             self.finished += 1
             group = finished.group
@@ -207,8 +219,9 @@ class Loop:
     # ---- training and publishing
 
     def train(self, groups: Sequence[Group]) -> dict[str, float]:
-        self.phase("train")
         batch = self.rules.batch(groups, self.progress.step)
+        self.publisher.make_room()
+        self.phase("train")
         self.learner.begin(batch)
         deadline = time.monotonic() + self.rules.train_s
         while (metrics := self.learner.training()) is None:
@@ -288,6 +301,19 @@ class Loop:
         )
         self.recorder.samples(at.step, [self.row(g, i) for g, i in _spread(groups, self.rules.samples_per_step)])
 
+    def check_mismatch(self, found: float) -> None:
+        """
+        Raises:
+            ConfigError: engines and trainer disagree on what was sampled, so that the gradient is of something else.
+        """
+        limit = self.rules.mismatch
+        if limit and not found <= limit:  # NaN is too far
+            raise ConfigError(
+                "limits.mismatch",
+                f"is {limit:g}, but in step {self.progress.step} log-probs of engines and trainer are {found:.3g} apart",
+                "compare their precision, attention and sampling options; or correct for it, see docs/algorithms.md",
+            )
+
     def row(self, group: Group, index: int) -> dict[str, Any]:
         sample = group.samples[index]
         return {
@@ -306,13 +332,18 @@ class Loop:
     # ---- saving
 
     def save(self) -> None:
-        """Shards, then the controller's state, then the marker."""
+        """Shards are copied, then the controller's state is written; the marker comes when the shards are too, at the
+        latest before the next save and at the end."""
         self.phase("save")
+        self.learner.settle(self.rules.train_s)
+        self.publisher.make_room()
         at = self.progress
         journals = {} if self.rules.lockstep else self.fleet.journal(self.rules.train_s)
         self.absorb(0.0)
-        self.checkpoints.commit(
-            at.step, lambda f: self.learner.save(f, self.rules.train_s), lambda: self.state(journals)
+        self.checkpoints.begin(
+            at.step,
+            lambda folder: self.learner.save(folder, self.checkpoints.commit, self.rules.train_s),
+            lambda: self.state(journals),
         )
 
     def state(self, journals: dict[int, tuple[tuple[Completion, ...], ...]]) -> RunState:

@@ -4,23 +4,28 @@
     open a group  ------------------------------------------------------------> listen
     Connect ------------> connect -------------------->  join  <=============== join
     Receive ------------> pause, receive ------------->  take buckets <======== push (bucket after bucket)
-    Commit(digests) ----> checksums, resume ---------->  stamped with the version
+    Commit(proof) ------> checksums, resume, canary -->  stamped with the version
 
 The group is kept as long as its members stay the same. A member that fails is named, restarted by its agent, and left
-out; when it is back it gets the version alone.
+out; when it is back it gets the version alone. Through a folder there is no group: the trainer ranks write the version
+first, and engines load it while they are paused.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from pathlib import Path
 
-from runtime.comm.messages import Commit, Connect, Disconnect, Receive, Reply, Restart
+import msgspec
+
+from runtime.comm.messages import Commit, Connect, Disconnect, Push, Pushed, Receive, Reply, Restart
 from runtime.config import Sync
 from runtime.errors import WeightMismatch
 from runtime.fleet import Fleet
 from runtime.learner import GroupBroken, Learner
+from runtime.turns import Turns
 from runtime.types import GroupAddress, Manifest
 
 logger = logging.getLogger("publish")
@@ -36,8 +41,28 @@ WORD_S = 5.0
 class Publisher:
     """Owns the weight group."""
 
-    def __init__(self, fleet: Fleet, learner: Learner, sync: Sync) -> None:
-        self._fleet, self._learner, self._sync = fleet, learner, sync
+    def __init__(
+        self,
+        fleet: Fleet,
+        learner: Learner,
+        sync: Sync,
+        folder: Path,
+        canary: tuple[int, ...] = (),
+        turns: Turns | None = None,
+    ) -> None:
+        """
+        Args:
+            folder: for versions, where the channel puts them into one.
+            canary: tokens of a prompt, of which an engine must make after each push what the trainer makes of it.
+            turns: in colocated mode.
+        """
+        self._fleet, self._learner, self._sync, self._canary = fleet, learner, sync, canary
+        self._turns = turns
+        self._folder, self._pushes = folder, 0
+        self._stored = ""
+        """Folder of the version that engines took last."""
+        self._kept = -1
+        """Version that the trainer can push a delta from; -1: none."""
         self._group: GroupAddress | None = None
         self._members: dict[int, int] = {}
         """Engine id -> which start of it is in the group; one that was started again is not."""
@@ -50,41 +75,120 @@ class Publisher:
         """Give `version` to these engines; those that now serve it are returned, the others are being restarted.
 
         Raises:
-            WeightMismatch: an engine holds other bytes than were sent; the message names the tensors.
+            WeightMismatch: an engine holds other weights than were sent; the message says how that shows.
             PeerLost, WaitTimeout: an agent or trainer rank is gone.
         """
-        todo = frozenset(engines)
-        while todo and (failures := self._push(version, todo)):
-            # The rest of a broken group may hold half of the weights: it gets all of them again, over a new group.
+        if self._turns is not None:
+            self._turns.to_trainer()
+            self._turns.for_push()
+            engines = self._fleet.alive()  # all of them gave up their weights
+        starts = {engine: self._fleet.starts(engine) for engine in engines}
+        todo, pushed = self._push(version, frozenset(engines))
+        if self._turns is not None:
+            self._turns.to_engines()
+        todo = self._left(todo, starts)
+        if failures := self._commit(version, todo, pushed):
             self._restart(failures)
-            todo = todo - failures.keys()
+            todo = self._left(todo - failures.keys(), starts)
         self._fleet.committed(todo, version)
         return todo
 
+    def _left(self, engines: frozenset[int], starts: Mapping[int, int]) -> frozenset[int]:
+        """Those that were not lost meanwhile; one that is back already is another."""
+        return frozenset(e for e in engines & self._fleet.alive() if self._fleet.starts(e) == starts[e])
+
+    def _push(self, version: int, engines: frozenset[int]) -> tuple[frozenset[int], Pushed]:
+        """Until it goes well for those that are left; they are returned."""
+        through_folder = self._sync.via == "folder"
+        push_once = self._through_folder if through_folder else self._over_group
+        pushed, base = Pushed(digests={}), self._base(engines)
+        while engines:
+            pushed, failures = push_once(version, base, engines)
+            if not failures:
+                break
+            if base >= 0:  # those that are up may only have refused the delta
+                logger.warning(
+                    "all of version %d is pushed, as a delta failed: %s", version, "; ".join(failures.values())
+                )
+                failures = {e: reason for e, reason in failures.items() if e not in self._fleet.alive()}
+            self._restart(failures)
+            engines = engines - failures.keys()
+            if through_folder and base < 0:  # the others have taken it
+                break
+            # The rest of a broken group may hold half of the weights: it gets all of them again, over a new group.
+            base = -1
+        return engines, pushed
+
+    def make_room(self) -> None:
+        """Let trainer ranks have their memory, where engines share it."""
+        if self._turns is not None:
+            self._turns.to_trainer()
+
+    @property
+    def made_room(self) -> bool:
+        """Engines sleep, until the next `publish`."""
+        return self._turns is not None and self._turns.is_trainers
+
     def close(self) -> None:
         self._close_group()
+        self._forget(self._stored)
 
-    def _push(self, version: int, engines: frozenset[int]) -> dict[int, str]:
+    def _over_group(self, version: int, base: int, engines: frozenset[int]) -> tuple[Pushed, dict[int, str]]:
         """One try; failures by engine."""
+        pushed, broken = Pushed(digests={}), ""
         if failures := self._form(engines):
-            return failures
+            return pushed, failures
         assert self._group is not None
-        name, manifest = self._group.name, self._described()
-        requests = self._fleet.order(
-            engines,
-            lambda r, es: Receive(request=r, group=name, manifest=manifest, version=version, engines=es),
-        )
-        digests, broken = {}, ""
+        push = self._command(self._group.name, version, base)
+        requests = self._receive(push, engines)
         try:
-            digests = self._learner.push(name, version, self._sync.timeout_s + MARGIN_S)
+            pushed = self._learner.push(push, self._sync.timeout_s + MARGIN_S)
         except GroupBroken as e:
             broken = str(e)
             self._hang_up()
-        if failures := self._blame(engines, self._failures(requests, "engines to receive weights"), broken):
-            return failures
-        wanted = digests if self._sync.verify else {}
+        failures = self._blame(engines, self._failures(requests, "engines to receive weights"), broken)
+        self._kept = -1 if failures else version
+        return pushed, failures
+
+    def _through_folder(self, version: int, base: int, engines: frozenset[int]) -> tuple[Pushed, dict[int, str]]:
+        self._pushes += 1
+        push = self._command(str(self._folder / f"{version:06d}-{self._pushes}"), version, base)
+        pushed = self._learner.push(push, self._sync.timeout_s + MARGIN_S)
+        self._kept = version
+        failures = self._failures(self._receive(push, engines), "engines to load weights")
+        self._forget(self._stored)
+        self._stored = push.source
+        if self._sync.channel == "ipc":  # it takes memory
+            self._forget(push.source)
+        return pushed, failures
+
+    def _forget(self, source: str) -> None:
+        """Of a folder that no engine needs any more."""
+        if source:
+            self._learner.close_group(source, self._sync.timeout_s)
+            self._stored = ""
+
+    def _base(self, engines: frozenset[int]) -> int:
+        """What a delta may start from: the version that the trainer has kept, if all of them serve it; -1: none."""
+        is_held = {self._fleet.version(engine) for engine in engines} == {self._kept}
+        return self._kept if self._sync.channel == "delta" and is_held else -1
+
+    def _command(self, source: str, version: int, base: int) -> Push:
+        self._kept = -1  # until it is known that this push went well
+        return Push(source=source, version=version, base=base, canary=self._canary if self._sync.verify else ())
+
+    def _receive(self, push: Push, engines: frozenset[int]) -> list[int]:
+        manifest = msgspec.structs.replace(self._described().since(push.base), via=self._sync.via)
+        return self._fleet.order(
+            engines,
+            lambda r, es: Receive(request=r, source=push.source, manifest=manifest, version=push.version, engines=es),
+        )
+
+    def _commit(self, version: int, engines: frozenset[int], pushed: Pushed) -> dict[int, str]:
+        digests = pushed.digests if self._sync.verify else {}
         requests = self._fleet.order(
-            engines, lambda r, es: Commit(request=r, version=version, digests=wanted, engines=es)
+            engines,
+            lambda r, es: Commit(request=r, version=version, digests=digests, canary=pushed.canary, engines=es),
         )
         return self._failures(requests, "engines to verify weights")
 
@@ -101,8 +205,11 @@ class Publisher:
         self._close_group()
         self._groups_made += 1
         timeout_s = self._sync.timeout_s
-        group = self._learner.open_group(f"weights-{self._groups_made}", 1 + len(engines), timeout_s)
-        ranks = {engine: 1 + i for i, engine in enumerate(sorted(engines))}
+        ranks, size = {}, 1
+        for engine in sorted(engines):
+            ranks[engine] = size
+            size += self._fleet.num_ranks(engine)
+        group = self._learner.open_group(f"weights-{self._groups_made}", size, timeout_s)
         requests = self._fleet.order(
             engines, lambda r, es: Connect(request=r, address=group, ranks={e: ranks[e] for e in es})
         )
@@ -137,9 +244,8 @@ class Publisher:
         for reply in self._fleet.answers(requests, what, self._sync.timeout_s + MARGIN_S):
             assert isinstance(reply, Reply)
             failures |= reply.failures
-            for engine, tensors in reply.mismatched.items():
-                shown = ", ".join(tensors[:5]) + (f" and {len(tensors) - 5} more" if len(tensors) > 5 else "")
-                raise WeightMismatch(f"engine {engine} holds other bytes than were sent in tensor {shown}")
+            for engine, how in reply.mismatched.items():
+                raise WeightMismatch(f"engine {engine} {how}")
         return failures
 
     def _blame(self, engines: frozenset[int], failures: dict[int, str], broken: str) -> dict[int, str]:

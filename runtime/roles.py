@@ -97,8 +97,8 @@ def run_agent(rank: Rank, guard: Guard) -> str:
 
 def run_trainer(rank: Rank, guard: Guard) -> str:
     """A trainer rank: torch is imported here, and nowhere else outside the engines."""
-    from runtime.comm.weights import BroadcastSender
-    from runtime.trainer import factory, group, worker
+    from runtime.comm.weights.channels import make_sender
+    from runtime.trainer import factory, group, roles, worker
 
     config, limits = rank.config, rank.config.limits
     group.configure_torch(config.trainer.threads or _threads(rank), config.deterministic)
@@ -114,6 +114,7 @@ def run_trainer(rank: Rank, guard: Guard) -> str:
     if (size := len(rank.topology.trainers)) > 1:
         backend = device.backend(where)
         group.start(world, own, size, backend=backend, interface=rank.interface, timeout_s=limits.start_s)
+    algorithm = algorithm_of(config)
     trainer = stack.enter_context(
         factory.ready(
             Path(config.models.policy.path),
@@ -121,16 +122,17 @@ def run_trainer(rank: Rank, guard: Guard) -> str:
             where,
             temperature=config.rollout.sampling.temperature,
             bucket_bytes=config.sync.bucket_bytes,
+            beside=roles.beside(config.models, algorithm),
         )
     )
     if bootstrap.resume:
         trainer.restore(Path(bootstrap.resume))
     sender = None
     if own == 0:
-        sender = BroadcastSender(host, device.backend(where), device=str(where), timeout_s=config.sync.timeout_s)
+        sender = make_sender(config.sync, host, where)
     port = _Port(world, rank.topology.controller)
     settings = worker.Settings(device=str(where), timeout_s=limits.rollout_s + limits.train_s)
-    worker.serve(port, trainer, algorithm_of(config), sender, settings)
+    worker.serve(port, trainer, algorithm, sender, settings)
     world.close(limits.stop_s)
     stack.close()
     return ""
@@ -192,6 +194,7 @@ class _BeforeMpi:
                 start_s=config.limits.start_s,
                 silence_s=config.limits.heartbeat_s,
                 restarts=config.limits.engine_restarts,
+                sleeps=config.cluster.mode == "colocated",
             ),
         )
         agent.run(settings, mailbox, self._spawner, kind, self._rewards)
@@ -225,6 +228,7 @@ def _engine_starts(rank: Rank) -> tuple[EngineStart, ...]:
             id=slot.id,
             model=slot.model,
             path=rank.config.models.policy.path,
+            num_gpus=0 if rank.site.pretend_gpus else len(slot.gpus),
             env=device.visible(slot.gpus, environment, platform if slot.gpus else "cpu"),
         )
         for slot in rank.topology.engines_of(rank.slot.node)

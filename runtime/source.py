@@ -205,14 +205,15 @@ def _merge(base: Entry, over: Entry) -> Entry:
     return Entry(merged, over.file, over.line)
 
 
-def override(tree: Entry, text: str) -> Entry:
+def override(tree: Entry, text: str, option: str = "--set", example: str = "rollout.num_prompts=16") -> Entry:
+    """The tree with one value changed, as `option` was given it."""
     key, equals, value = text.partition("=")
-    where = f"--set {text}"
+    where = f"{option} {text}"
     if not equals or not all(key.split(".")):
-        raise ConfigError(where, "is not of the form dotted.key=value", "for example: --set rollout.num_prompts=16")
+        raise ConfigError(where, "is not of the form dotted.key=value", f"for example: {option} {example}")
     new = _parse(value, where)
     path = tuple(int(part) if part.isdecimal() else part for part in key.strip().split("."))
-    return _put(tree, path, _stamp(new, "--set"), where)
+    return _put(tree, path, _stamp(new, option), where)
 
 
 def _stamp(entry: Entry, file: str) -> Entry:
@@ -239,5 +240,5 @@ def _put(tree: Entry, path: KeyPath, new: Entry, where: str) -> Entry:
     if tree.value is not None and not isinstance(tree.value, dict):
         raise ConfigError(where, f"{key!r} is looked for in {tree.value!r}, which has no keys", "check the dotted key")
     section = tree.value or {}
-    below = section.get(str(key), Entry(None, "--set"))
+    below = section.get(str(key), Entry(None, new.file))
     return Entry({**section, str(key): _put(below, rest, new, where)}, tree.file, tree.line)

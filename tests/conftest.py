@@ -1,5 +1,6 @@
 """What several kinds of tests need."""
 
+import fcntl
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,12 +13,21 @@ from tests.tools import kill
 ROOT = Path(__file__).parents[1]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where processes share the tests, a folder stays whole: its tests share what is slow to start."""
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(item.path.relative_to(ROOT).parts[1]))
+
+
 @pytest.fixture(scope="session")
 def quickstart() -> Path:
     """The quickstart's model and data; made on first use, in under a minute."""
     folder = ROOT / "models/quickstart"
+    folder.parent.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "runtime.quickstart", "--out", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=280)
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the other process may be making it
+        subprocess.run(command, cwd=ROOT, check=True, timeout=280)
     return folder
 
 

@@ -7,6 +7,9 @@ from typing import Final
 
 from runtime.types import Manifest
 
+FLAT_BYTES: Final = 1 << 20
+"""Mean size of tensors below which sending each costs more than putting them together."""
+
 ITEM_BYTES: Final[dict[str, int]] = {
     "float64": 8,
     "int64": 8,
@@ -43,3 +46,11 @@ def buckets(manifest: Manifest) -> list[slice]:
     if start < len(manifest.names):
         cuts.append(slice(start, len(manifest.names)))
     return cuts
+
+
+def is_flat(manifest: Manifest, bucket: slice) -> bool:
+    """Whether a bucket travels as one piece. Large tensors go one by one: that spares a copy of all of them."""
+    if manifest.kind == "delta":
+        return True
+    sizes = [tensor_bytes(*what) for what in zip(manifest.dtypes[bucket], manifest.shapes[bucket], strict=True)]
+    return sum(sizes) < FLAT_BYTES * len(sizes)

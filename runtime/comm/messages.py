@@ -32,6 +32,17 @@ class Bootstrap(Record, kw_only=True, frozen=True, tag="bootstrap"):
     """Folder of the trainer ranks' shards to start from; empty: from the model."""
 
 
+# ---- proof of a push ---------------------------------------------------------------------------------------------
+
+
+class Canary(Record, frozen=True, kw_only=True):
+    """A prompt, and what the trainer's model makes of it: an engine with the same weights makes the same of it."""
+
+    tokens: tuple[int, ...]
+    logprobs: np.ndarray
+    """[T] float32, at temperature 1; 0 at the first token"""
+
+
 # ---- controller -> agent -----------------------------------------------------------------------------------------
 
 
@@ -51,22 +62,25 @@ class Connect(Record, frozen=True, kw_only=True, tag="connect"):
 
 
 class Receive(Record, frozen=True, kw_only=True, tag="receive"):
-    """Pause these engines and let them receive a push over a group they are in; answered by a Reply."""
+    """Pause these engines and let them receive a push; answered by a Reply."""
 
     request: int
-    group: str
+    source: str
+    """Name of a weight group they are in, or the folder of a version."""
     manifest: Manifest
     version: int
     engines: tuple[int, ...]
 
 
 class Commit(Record, frozen=True, kw_only=True, tag="commit"):
-    """Compare checksums with the digests, stamp the version, continue generation; answered by a Reply."""
+    """Compare checksums with the digests, continue generation, compare the canary; answered by a Reply."""
 
     request: int
     version: int
     digests: dict[str, str]
-    """Empty: do not compare."""
+    """Empty: do not compare. Only engines that can do so compare them."""
+    canary: Canary | None = None
+    """None: do not compare."""
     engines: tuple[int, ...]
 
 
@@ -76,6 +90,22 @@ class Disconnect(Record, frozen=True, kw_only=True, tag="disconnect"):
     request: int
     group: str
     engines: tuple[int, ...]
+
+
+class SleepEngines(Record, frozen=True, kw_only=True, tag="sleep_engines"):
+    """Let these engines give back their memory, weights included; one that is down stays down. Answered by a Reply."""
+
+    request: int
+    engines: tuple[int, ...]
+
+
+class WakeEngines(Record, frozen=True, kw_only=True, tag="wake_engines"):
+    """Let sleeping engines have memory again; answered by a Reply."""
+
+    request: int
+    engines: tuple[int, ...]
+    serve: bool
+    """False: for weights. True: for the rest, and those that are down are started."""
 
 
 class Restart(Record, frozen=True, kw_only=True, tag="restart"):
@@ -111,7 +141,9 @@ class EngineReady(Record, frozen=True, kw_only=True, tag="engine_ready"):
     engine: int
     model: str
     can: tuple[str, ...]
-    """Of: seed, spans, experts, sleep, lora."""
+    """As in rollout.base.Description."""
+    num_ranks: int = 1
+    """Of a weight group that it takes."""
 
 
 class EngineDown(Record, frozen=True, kw_only=True, tag="engine_down"):
@@ -144,8 +176,8 @@ class Reply(Record, frozen=True, kw_only=True, tag="reply"):
     request: int
     failures: dict[int, str] = {}
     """Engine id -> why it did not."""
-    mismatched: dict[int, tuple[str, ...]] = {}
-    """Commit only: engine id -> names of the tensors whose checksum is not the trainer's."""
+    mismatched: dict[int, str] = {}
+    """Commit only: engine id -> how its weights differ from the trainer's."""
 
 
 class Fault(Record, frozen=True, kw_only=True, tag="fault"):
@@ -157,7 +189,7 @@ class Fault(Record, frozen=True, kw_only=True, tag="fault"):
     traceback: str
 
 
-ToAgent = Work | Connect | Receive | Commit | Disconnect | Restart | AskJournal | StopAgent
+ToAgent = Work | Connect | Receive | Commit | Disconnect | SleepEngines | WakeEngines | Restart | AskJournal | StopAgent
 FromAgent = Hello | EngineReady | EngineDown | Finished | Journal | Reply | Fault
 
 # ---- controller -> trainer ranks (MPI): one stream of commands, each answered by every rank it was sent to ---------
@@ -182,6 +214,8 @@ class JoinGroup(Record, frozen=True, kw_only=True, tag="join_group"):
 
 
 class CloseGroup(Record, frozen=True, kw_only=True, tag="close_group"):
+    """Also: forget the version in this folder."""
+
     name: str
 
 
@@ -190,22 +224,39 @@ class Describe(Record, frozen=True, kw_only=True, tag="describe"):
 
 
 class Push(Record, frozen=True, kw_only=True, tag="push"):
-    """Send all weights over a group; answered by Pushed."""
+    """Send all weights; answered by Pushed."""
 
-    group: str
+    source: str
+    """Name of the weight group, or of the folder to make."""
     version: int
+    base: int = -1
+    """Send what changed since this version, the one pushed last; -1: everything."""
+    canary: tuple[int, ...] = ()
+    """Tokens to score besides; empty: none."""
 
 
 class Save(Record, frozen=True, kw_only=True, tag="save"):
-    """Write this rank set's shards into a folder."""
+    """Copy this rank set's shards, and begin to write them into a folder."""
 
     path: str
+
+
+class AskSaved(Record, frozen=True, kw_only=True, tag="ask_saved"):
+    """Answered by Saved."""
 
 
 class Export(Record, frozen=True, kw_only=True, tag="export"):
     """Write a Hugging Face folder."""
 
     path: str
+
+
+class Sleep(Record, frozen=True, kw_only=True, tag="sleep"):
+    """Give the device's memory to engines."""
+
+
+class Wake(Record, frozen=True, kw_only=True, tag="wake"):
+    """Take it back."""
 
 
 class StopTrainer(Record, frozen=True, kw_only=True, tag="stop"):
@@ -229,10 +280,16 @@ class Described(Record, frozen=True, kw_only=True, tag="described"):
 
 class Pushed(Record, frozen=True, kw_only=True, tag="pushed"):
     digests: dict[str, str]
+    canary: Canary | None = None
+
+
+class Saved(Record, frozen=True, kw_only=True, tag="saved"):
+    is_written: bool
+    """Whether what Save began is on disk."""
 
 
 class Done(Record, frozen=True, kw_only=True, tag="done"):
-    """JoinGroup, CloseGroup, Save, Export and StopTrainer went well."""
+    """JoinGroup, CloseGroup, Save, Export, Sleep, Wake and StopTrainer went well."""
 
 
 class Failed(Record, frozen=True, kw_only=True, tag="failed"):
@@ -241,8 +298,10 @@ class Failed(Record, frozen=True, kw_only=True, tag="failed"):
     reason: str
 
 
-Command = Train | OpenGroup | JoinGroup | CloseGroup | Describe | Push | Save | Export | StopTrainer
-Answer = Trained | Opened | Described | Pushed | Done | Failed
+Command = (
+    Train | OpenGroup | JoinGroup | CloseGroup | Describe | Push | Save | AskSaved | Export | Sleep | Wake | StopTrainer
+)
+Answer = Trained | Opened | Described | Pushed | Saved | Done | Failed
 
 # ---- codec -------------------------------------------------------------------------------------------------------
 

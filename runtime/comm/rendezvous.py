@@ -63,10 +63,11 @@ class Group:
         options.rootRank = options.rootTensor = 0
         return self._backend.broadcast([tensor], options)
 
-    def wait(self, work: Work) -> None:
+    def wait(self, *works: Work) -> None:
         """Raises PeerLost when a member is gone or late."""
         try:
-            work.wait(timedelta(seconds=self._timeout_s))
+            for work in works:
+                work.wait(timedelta(seconds=self._timeout_s))
         except RuntimeError as e:
             raise PeerLost(
                 f"weight group {self._name} broke: a member left, or took over {self._timeout_s:g} s for a bucket: "

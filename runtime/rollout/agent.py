@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Protocol
 
 import msgspec
@@ -28,8 +28,10 @@ from runtime.comm.messages import (
     Receive,
     Reply,
     Restart,
+    SleepEngines,
     StopAgent,
     ToAgent,
+    WakeEngines,
     Work,
 )
 from runtime.comm.messages import Journal as JournalMessage
@@ -47,7 +49,7 @@ from runtime.types import Lease
 
 logger = logging.getLogger("agent")
 
-Order = Connect | Receive | Commit | Disconnect
+Order = Connect | Receive | Commit | Disconnect | SleepEngines | WakeEngines
 
 
 class Mailbox(Protocol):
@@ -164,7 +166,7 @@ class _Agent:
             case AskJournal():
                 journals = {n: tuple(tuple(made) for made in journal) for n, journal in self._journals.items()}
                 self._mailbox.send(JournalMessage(request=message.request, journals=journals))
-            case Connect() | Receive() | Commit() | Disconnect():
+            case Connect() | Receive() | Commit() | Disconnect() | SleepEngines() | WakeEngines():
                 return tasks.create_task(self._carry_out(message))
             case _:
                 raise AssertionError(f"no agent obeys {message!r}")
@@ -197,23 +199,27 @@ class _Agent:
 
     async def _carry_out(self, order: Order) -> None:
         """On all its engines side by side, then reply who failed."""
-        mismatched: dict[int, tuple[str, ...]] = {}
+        mismatched: dict[int, str] = {}
 
-        async def commit(engine: int, digests: Mapping[str, str]) -> None:
-            if differ := await self._keepers[engine].commit(digests):
-                mismatched[engine] = differ
+        async def commit(engine: int, order: Commit) -> None:
+            if how := await self._keepers[engine].commit(order.digests, order.canary):
+                mismatched[engine] = how
 
         match order:
             case Connect():
                 failures = await _all(order.ranks, lambda e: self._keepers[e].connect(order.address, order.ranks[e]))
             case Receive():
                 failures = await _all(
-                    order.engines, lambda e: self._keepers[e].receive(order.manifest, order.version, order.group)
+                    order.engines, lambda e: self._keepers[e].receive(order.manifest, order.version, order.source)
                 )
             case Commit():
-                failures = await _all(order.engines, lambda e: commit(e, order.digests))
+                failures = await _all(order.engines, lambda e: commit(e, order))
             case Disconnect():
                 failures = await _all(order.engines, lambda e: self._keepers[e].disconnect(order.group))
+            case SleepEngines():
+                failures = await _all(order.engines, lambda e: self._keepers[e].sleep())
+            case WakeEngines():
+                failures = await _all(order.engines, lambda e: self._keepers[e].wake(serve=order.serve))
         self._mailbox.send(Reply(request=order.request, failures=failures, mismatched=mismatched))
 
 

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 
 from runtime.types import Completion, GroupAddress, Manifest, Prompt, Sample, SamplingParams
 
@@ -23,7 +24,9 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     """-1: not yet pushed to."""
     can: tuple[str, ...] = ()
-    """Of: seed, spans, experts, sleep, lora."""
+    """Of: seed, spans, digests (its checksums are of the tensors that were pushed), experts, sleep, lora."""
+    num_ranks: int = 1
+    """Of a weight group that it takes."""
 
 
 class Engine(Protocol):
@@ -51,12 +54,32 @@ class Engine(Protocol):
 
     async def disconnect(self, group: str) -> None: ...
 
-    async def receive(self, manifest: Manifest, version: int, group: str) -> None:
-        """Take all buckets of one push from group rank 0; the engine is paused."""
+    async def receive(self, manifest: Manifest, version: int, source: str) -> None:
+        """Take all of one push, from rank 0 of the weight group of that name or from the folder; the engine is
+        paused."""
+        ...
+
+    async def sleep(self) -> None:
+        """Give all memory back, weights and cache; it is paused, and nothing runs. It answers probes, but generates
+        nothing."""
+        ...
+
+    async def wake(self, *, serve: bool) -> None:
+        """Have memory again: for weights to come (serve False), then for the rest (True). It stays paused."""
         ...
 
     async def checksums(self) -> dict[str, str]:
-        """Weight name -> digest of the bytes it holds."""
+        """Weight name -> digest of the bytes it holds. Names and digests are its own, unless it can digests."""
+        ...
+
+    async def score(self, tokens: Sequence[int], start: int = 0) -> np.ndarray:
+        """[T - start] float32: log-probs at temperature 1 of tokens[start:], 0 for a first one.
+
+        What stands before `start` may be taken from the engine's cache of prefixes.
+
+        Raises:
+            ValueError: as `generate`.
+        """
         ...
 
     async def health(self) -> bool: ...
@@ -66,22 +89,54 @@ class Engine(Protocol):
         ...
 
 
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """What the command line of one engine depends on, beside its options."""
+
+    model: str
+    """Folder of its model."""
+    dtype: str
+    """float32 or bfloat16: it holds weights of this dtype, as the trainer sends them."""
+    host: str
+    """Address it listens on."""
+    token_file: str
+    num_gpus: int
+    """That it sees; 0: it runs on a CPU."""
+    threads: int
+    """Its share of the node's cores."""
+    deterministic: bool
+    sleeps: bool = False
+    """Trainer ranks have its GPUs while it sleeps."""
+
+
 class EngineKind(Protocol):
     """How one kind of engine is started and spoken to."""
 
     runs_on_gpu: bool
     """Whether it uses the GPUs of its slot, or a CPU."""
+    takes_deltas: bool
+    """Whether it knows comm.weights.delta."""
 
-    def command(self, *, model: str, dtype: str, token_file: str, threads: int, deterministic: bool) -> list[str]:
+    def command(self, launch: Launch) -> list[str]:
         """argv of the server.
 
-        It holds weights of this dtype (float32 or bfloat16), as the trainer sends them. It listens on an inherited
-        socket, so no port is raced for: the spawner binds it and puts its number where the argv says
-        process.SOCKET_FD.
+        No port is raced for. Either the server listens on an inherited socket, whose number the spawner puts where the
+        argv says process.SOCKET_FD; or it binds ports that the spawner holds for it, process.PORT (where it answers)
+        and process.PEER_PORT.
         """
         ...
 
     def client(self, *, url: str, token: str, timeout_s: float) -> Engine: ...
+
+    def check(self, where: str) -> None:
+        """Before a run is submitted: whether what the server needs is there. Fast, and without starting anything.
+
+        Args:
+            where: how an error names the place of the kind's options.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        ...
 
 
 Generate = Callable[[Sequence[int]], Awaitable[Completion]]

@@ -15,11 +15,12 @@ from typing import Protocol
 
 import msgspec
 
-from runtime.comm.messages import EngineDown, EngineReady
+from runtime.comm.messages import Canary, EngineDown, EngineReady
 from runtime.errors import EngineLost
-from runtime.rollout.base import EngineKind
+from runtime.rollout.base import EngineKind, Launch
 from runtime.rollout.pool import Pool, Running
 from runtime.rollout.process import Started
+from runtime.rollout.proof import off_canary, other_bytes
 from runtime.types import GroupAddress, Manifest
 
 POLL_S = 0.1
@@ -30,6 +31,8 @@ EXIT_S = 0.5
 GRACE_S = 5.0
 """From TERM to KILL."""
 LOG_LINES = 5
+ABORT_S = 0.02
+"""For answers of aborted requests to arrive."""
 
 
 class Spawner(Protocol):
@@ -63,6 +66,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """An engine that has not answered for so long hangs."""
     restarts: int
     """Of one slot, without a finished group in between."""
+    sleeps: bool = False
+    """It takes turns with trainer ranks, and begins asleep: not started."""
 
 
 class EngineStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +78,8 @@ class EngineStart(msgspec.Struct, frozen=True, kw_only=True):
     """Role of its model, such as policy."""
     path: str
     """Folder of the model."""
+    num_gpus: int = 0
+    """0: it runs on a CPU."""
     env: dict[str, str]
     """All of its environment, visible devices included."""
 
@@ -96,8 +103,14 @@ class Keeper:
         """How the process of this start ended."""
         self._running: Running | None = None
         """The engine that answers; None while it is started."""
+        self._can: tuple[str, ...] = ()
         self._orders = asyncio.Lock()
         """Orders to one engine are carried out one after the other."""
+        self._may_run = asyncio.Event()
+        """Clear while another has its memory: an engine that is lost then is not started again before."""
+        if not settings.sleeps:
+            self._may_run.set()
+        self._is_starting = False
 
     @property
     def process(self) -> str:
@@ -115,18 +128,22 @@ class Keeper:
             EngineLost: it was restarted as often as allowed, and lost again.
         """
         while True:
+            await self._may_run.wait()
+            self._is_starting = True
             try:
                 running = await self._bring_up()
+                self._is_starting = False
                 reason = await self._watch(running)
             except EngineLost as e:
                 reason = str(e)
+            self._is_starting = False
             await self._take_down(reason)
 
     # ---- what happens to it
 
     def exited(self, process: str, code: int) -> None:
-        """A process ended; that of an earlier start is no news."""
-        if process == self.process:
+        """A process ended; that of an earlier start, or said again, is no news."""
+        if process == self.process and not self._ended.done():
             how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
             last_words = "" if code == -signal.SIGKILL else _end_of(self.log)
             reason = f"the engine {how}{last_words}"
@@ -160,13 +177,17 @@ class Keeper:
         self._starts += 1
         self._lost = asyncio.get_running_loop().create_future()
         self._ended = asyncio.get_running_loop().create_future()
-        argv = self._kind.command(
+        launch = Launch(
             model=start.path,
             dtype=s.dtype,
+            host=s.host,
             token_file=s.token_file,
+            num_gpus=start.num_gpus,
             threads=s.threads,
             deterministic=s.deterministic,
+            sleeps=s.sleeps,
         )
+        argv = self._kind.command(launch)
         started = await self._spawner.start(self.process, argv, start.env, self.log, s.host)
         host = f"[{s.host}]" if ":" in s.host else s.host
         token = Path(s.token_file).read_text().strip()
@@ -183,7 +204,9 @@ class Keeper:
         finally:
             if self._running is None:
                 await engine.close()
-        self._report(EngineReady(engine=start.id, model=start.model, can=description.can))
+        self._can = description.can
+        ready = EngineReady(engine=start.id, model=start.model, can=description.can, num_ranks=description.num_ranks)
+        self._report(ready)
         return running
 
     async def _watch(self, running: Running) -> str:
@@ -235,30 +258,60 @@ class Keeper:
     async def disconnect(self, group: str) -> None:
         await self._order(lambda running: running.engine.disconnect(group))
 
-    async def receive(self, manifest: Manifest, version: int, group: str) -> None:
+    async def receive(self, manifest: Manifest, version: int, source: str) -> None:
         """Take the engine out of the pool, pause it, let it take the weights."""
 
         async def work(running: Running) -> None:
             self._pool.withdraw(running.id)
             await running.engine.pause(self._settings.pause)
-            await running.engine.receive(manifest, version, group)
+            await running.engine.receive(manifest, version, source)
 
         await self._order(work)
 
-    async def commit(self, digests: Mapping[str, str]) -> tuple[str, ...]:
-        """Let the engine go on, if its weights are those with these digests; else the names that differ."""
-        differ: list[str] = []
+    async def commit(self, digests: Mapping[str, str], canary: Canary | None) -> str:
+        """Let the engine go on, and take new requests if its weights are those that were sent; else how they differ."""
+        differ = ""
 
         async def work(running: Running) -> None:
-            if digests:
-                held = await running.engine.checksums()
-                differ.extend(name for name, digest in digests.items() if held.get(name) != digest)
+            nonlocal differ
+            if digests and "digests" in self._can:
+                differ = other_bytes(digests, await running.engine.checksums())
             if not differ:
                 await running.engine.resume()
+            if canary is not None and not differ:
+                differ = await off_canary(running.engine, canary, self._settings.dtype)
+            if not differ:
                 self._pool.admit(running)
 
         await self._order(work)
-        return tuple(differ)
+        return differ
+
+    async def sleep(self) -> None:
+        """Take the engine out of the pool and let it give its memory back. One that is being started is waited for;
+        one that is down stays down until `wake`."""
+        self._may_run.clear()
+        while self._is_starting:
+            await asyncio.sleep(POLL_S)
+
+        async def work(running: Running) -> None:
+            self._pool.withdraw(running.id)
+            while running.load:
+                await running.engine.pause("abort")
+                await asyncio.sleep(ABORT_S)
+                if running.load:  # what was on its way to it when it was paused waits there
+                    await running.engine.resume()
+            await running.engine.pause("abort")
+            await running.engine.sleep()
+
+        if self._running is not None:
+            await self._order(work)
+
+    async def wake(self, *, serve: bool) -> None:
+        """Let the engine have its memory again; see Engine.wake. One that is down is started when it is to serve."""
+        if serve:
+            self._may_run.set()
+        if self._running is not None:
+            await self._order(lambda running: running.engine.wake(serve=serve))
 
     async def _order(self, work: Callable[[Running], Awaitable[None]]) -> None:
         async with self._orders:

@@ -108,13 +108,19 @@ class Pool:
         except TimeoutError:
             raise WaitTimeout(f"a sample waited {self._wait_s:g} s for any engine of its agent to be ready") from None
 
+    def _drop_lost(self) -> bool:
+        """Withdraw what was lost before its keeper heard of it; True if nothing is left."""
+        for running in [r for r in self._members.values() if r.is_lost]:
+            self.withdraw(running.id)
+        return not self._members
+
     async def pick(self, home: int | None, slack: int) -> Running:
         """The engine with the least to do, or `home` while that has at most `slack` more: it knows the prompt.
 
         Raises:
             WaitTimeout: no engine came into the pool in time.
         """
-        while not self._members:
+        while self._drop_lost():
             await self._wait()
         lightest = min(self._members.values(), key=lambda r: (r.load, r.id))
         at_home = self._members.get(home) if home is not None else None

@@ -22,6 +22,10 @@ from runtime.rollout import spawner
 
 SOCKET_FD: Final[str] = spawner.SOCKET_FD
 """Stands in an engine's argv for the number of its listening socket."""
+PORT: Final[str] = spawner.PORT
+"""Stands there for the port it is to listen on, where no socket is passed to it: see `spawner._bind`."""
+PEER_PORT: Final[str] = spawner.PEER_PORT
+"""For one more port, where its own processes meet."""
 
 START_S: Final[float] = 60.0
 """For the spawner to answer: it only forks, but a busy shared file system delays exec."""
@@ -82,7 +86,7 @@ class Spawner:
         """Start an engine that listens on (host, port chosen by the kernel).
 
         Args:
-            argv: with SOCKET_FD where the number of the listening socket belongs.
+            argv: with SOCKET_FD, or PORT, where the listening socket, or the port to listen on, belongs.
             env: all of its environment, before `scrub`.
             log: file its output is appended to.
 

@@ -30,6 +30,9 @@ from typing import Any, Final
 
 MARK: Final[str] = "SLUICE_ENGINE_MARK"
 SOCKET_FD: Final[str] = "{socket_fd}"
+PORT: Final[str] = "{port}"
+PEER_PORT: Final[str] = "{peer_port}"
+BACKLOG: Final[int] = 1024
 CLOSE_GRACE_S: Final[float] = 2.0
 """From TERM to KILL for all engines once the agent is gone."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -60,6 +63,21 @@ def kill_tree(pid: int, mark: str, limit_s: float = 5.0) -> bool:
     return True
 
 
+def _bind(host: str) -> socket.socket:
+    """A socket on a port that the kernel chose. While it is bound and does not listen, a server that sets SO_REUSEADDR,
+    as servers do, may take the port; the kernel gives it to nobody else."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.bind((host, 0))
+    return bound
+
+
+def _filled(part: str, words: dict[str, str]) -> str:
+    for word, value in words.items():
+        part = part.replace(word, value)
+    return part
+
+
 def _signal(pids: list[int], number: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -71,6 +89,8 @@ class _Child:
     name: str
     mark: str
     process: subprocess.Popen[bytes]
+    held: list[socket.socket]
+    """Bound and not listening, so that its ports are no one else's for as long as it lives."""
     kill_at: float | None = None
     """When a stopped engine that is still there is killed, on the monotonic clock."""
 
@@ -152,24 +172,27 @@ class _Server:
         self._say({"event": "started", "name": name, "pid": child.process.pid, "port": port})
 
     def _spawn(self, request: dict[str, Any]) -> tuple[_Child, int]:
-        family = socket.AF_INET6 if ":" in request["host"] else socket.AF_INET
-        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        try:
-            with socket.create_server((request["host"], 0), family=family, backlog=1024) as listener:
-                process = subprocess.Popen(
-                    [part.replace(SOCKET_FD, str(listener.fileno())) for part in request["argv"]],
-                    env={**request["env"], MARK: request["mark"]},
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=(listener.fileno(),),
-                    start_new_session=True,
-                    preexec_fn=self._before_exec,  # this process has one thread
-                )
-                port = listener.getsockname()[1]
-        finally:
-            os.close(log)
-        return _Child(request["name"], request["mark"], process), port
+        with contextlib.ExitStack() as stack:
+            log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            stack.callback(os.close, log)
+            held = [_bind(request["host"]) for _ in range(2)]
+            main, peer = (s.getsockname()[1] for s in held)
+            words, passed = {PORT: str(main), PEER_PORT: str(peer)}, ()
+            if any(SOCKET_FD in part for part in request["argv"]):
+                listener = stack.enter_context(held.pop(0))
+                listener.listen(BACKLOG)
+                words, passed = words | {SOCKET_FD: str(listener.fileno())}, (listener.fileno(),)
+            process = subprocess.Popen(
+                [_filled(part, words) for part in request["argv"]],
+                env={**request["env"], MARK: request["mark"]},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=passed,
+                start_new_session=True,
+                preexec_fn=self._before_exec,  # this process has one thread
+            )
+        return _Child(request["name"], request["mark"], process, held), main
 
     def _before_exec(self) -> None:
         self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -193,6 +216,8 @@ class _Server:
             if child is None:
                 continue
             del self._children[child.name]
+            for held in child.held:
+                held.close()
             child.process.returncode = os.waitstatus_to_exitcode(status)
             kill_tree(child.process.pid, child.mark)
             self._say({"event": "exited", "name": child.name, "code": child.process.returncode})

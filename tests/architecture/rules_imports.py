@@ -17,7 +17,7 @@ HOMES: Final[dict[str, tuple[str, ...]]] = {
     "torch": (
         "runtime/trainer/",
         "runtime/rollout/embedded/",
-        "runtime/comm/weights.py",
+        "runtime/comm/weights/",
         "runtime/comm/rendezvous.py",
         "runtime/device.py",
         "runtime/quickstart.py",

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from runtime.rollout.engines import embedded
 from runtime.rollout.process import Spawner
 from runtime.types import SamplingParams
-from tests.contract.live import Live
+from tests.contract.live import Kind, Live
 
 NUM_REQUESTS = 32
 NEW_TOKENS = (16, 32, 64, 128)
@@ -64,11 +64,11 @@ def test_the_engine_decodes_twice_as_fast_as_padded_generate(quickstart: Path, t
     wanted = requests(model.config.vocab_size)
     spawner = Spawner()
     kind = embedded.build(embedded.Config(slots=NUM_REQUESTS, max_length=MAX_PROMPT + max(NEW_TOKENS), threads=1))
-    live = Live("bench", kind, spawner, tmp_path)
+    live = Live("bench", Kind(kind=kind, deterministic=False), spawner, tmp_path)
     theirs, ours = [], []
 
     async def compare() -> None:
-        await live.start(deterministic=False)
+        await live.start()
         await live.join()
         await live.push(model, 1)
         for _ in range(ROUNDS + 1):

@@ -9,12 +9,14 @@ import pytest
 from launcher import runs
 from tests.cluster import jobs
 from tests.cluster.testbed import NODES, Cluster
+from tests.tools import kill
 
 LEARNING_STEPS = 15
 PLACE = re.compile(
     r"rank (\d+) of (\d+), (\w+), local rank (\d+) on (\w+) \(host (\w+)\), fabric hsn0 (\S+), (.*)", re.MULTILINE
 )
 
+SGLANG = jobs.ROOT / ".venv-sglang/bin/python"
 TWO_AND_TWO = ("cluster.num_train_nodes=2", "cluster.num_rollout_nodes=2")
 TWO_AND_TWO_ROLES = ["control", "trainer", "agent", "trainer", "agent", "agent"]
 OPENMPI = ("slurm.mpi=pmix", "env.MPI4PY_MPIABI=openmpi")
@@ -58,11 +60,31 @@ def test_a_submitted_run_learns_over_two_nodes(cluster: Cluster, quickstart: Pat
     )
     jobs.wait_end(run, "done")
     check_places(run, ["n1", "n1", "n2"], ["control", "trainer", "agent"])
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    first, last = [line["eval/heldout/accuracy"] for line in lines if "eval/heldout/accuracy" in line]
+    check_learned(run)
+    assert "Slurm" not in jobs.said(run)
+
+
+def check_learned(run: Path) -> None:
+    """The quickstart's task, over LEARNING_STEPS."""
+    first, last = [line["eval/heldout/accuracy"] for line in kill.metrics(run) if "eval/heldout/accuracy" in line]
     assert 0.15 < first < 0.35 < first + 0.1 < last
     jobs.trained_once(run, LEARNING_STEPS)
-    assert "Slurm" not in jobs.said(run)
+
+
+def test_megatron_on_two_gpus_and_sglang_on_another_node_learn(cluster: Cluster, quickstart: Path) -> None:
+    steps = (f"num_steps={LEARNING_STEPS}", f"evaluation.interval={LEARNING_STEPS}")
+    engine = ("rollout.engine=sglang", f"rollout.engine_options={{python: {SGLANG}, max_length: 64}}")
+    trainer = ("trainer.kind=megatron", "trainer.parallel.tensor=2", "rollout.gpus_per_engine=2")
+    run = jobs.submit(
+        cluster.shared,
+        *(*steps, *engine, *trainer),
+        site=("gpus_per_node=2", "slurm.gpu_request=gres"),
+        config=jobs.ROOT / "configs/quickstart.yaml",
+    )
+    jobs.wait_end(run, "done")
+    check_places(run, ["n1", "n1", "n1", "n2"], ["control", "trainer", "trainer", "agent"], gpus="0,1")
+    check_learned(run)
+    assert max(line["mismatch"] for line in kill.metrics(run) if "mismatch" in line) < 1e-5
 
 
 def test_a_template_trains_on_cuda_nodes(cluster: Cluster, quickstart: Path) -> None:

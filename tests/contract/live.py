@@ -1,17 +1,30 @@
 """Real engines for the contract tests: processes started by the real spawner, weights over a real gloo group."""
 
 import asyncio
+import contextlib
 import os
+import re
 import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from runtime.comm.weights import BroadcastSender
+from runtime.comm.messages import Canary
+from runtime.comm.weights.broadcast import BroadcastSender
 from runtime.errors import EngineLost
+from runtime.rollout.base import EngineKind, Launch
+from runtime.rollout.engines import embedded, sglang
+from runtime.rollout.proof import off_canary
 from runtime.types import Manifest
+from tests.unit.fakes import save_tokenizer
 
-EOS = 2
+SGLANG = Path(__file__).parents[2] / ".venv-sglang/bin/python"
+"""Made by `make`."""
+EOS = 1
+VOCABULARY = 300
 MAX_LENGTH = 320
 SLOTS = 16
 
@@ -20,7 +33,7 @@ def make_model(folder):
     """A small Qwen3 with tied embeddings and random weights that give peaked, varied distributions."""
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=160,
+        vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
@@ -31,9 +44,11 @@ def make_model(folder):
         tie_word_embeddings=True,
         eos_token_id=EOS,
         pad_token_id=0,
+        architectures=["Qwen3ForCausalLM"],
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
     config.save_pretrained(folder)
+    save_tokenizer(folder)
     return perturbed(model, 1, 0.08)
 
 
@@ -46,6 +61,19 @@ def perturbed(model, seed, scale=0.05):
     return copy
 
 
+def logprobs_of(model, tokens):
+    """[T] log-probs of these tokens by a plain forward, 0 for the first."""
+    ids = torch.tensor(tokens)
+    logits = model(ids[None]).logits[0, :-1].log_softmax(-1)
+    return torch.cat([torch.zeros(1), logits.gather(-1, ids[1:, None])[:, 0]]).numpy()
+
+
+async def off(live, model):
+    """How the engine's log-probs of a canary differ from this model's; "" if they do not."""
+    tokens = tuple(range(20, 50))
+    return await off_canary(live.engine, Canary(tokens=tokens, logprobs=logprobs_of(model, tokens)), "float32")
+
+
 def manifest_of(tensors, bucket_bytes=1 << 16):
     return Manifest(
         names=tuple(tensors),
@@ -55,31 +83,73 @@ def manifest_of(tensors, bucket_bytes=1 << 16):
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of engine under test, and what it promises beyond what all do."""
+
+    kind: EngineKind
+    deterministic: bool
+    repeats_bits: bool = False
+    """Log-probs do not depend on what else runs."""
+    is_strict: bool = False
+    """It generates nothing before whole weights, and refuses an update that is not whole. One that is not says yes to
+    all, and is found out by the canary."""
+    holds_as: Callable[[str], str] = str
+    """Name of a tensor that was pushed -> of the one it is held in."""
+    num_in_flight: int = 0
+    """Tokens of old weights that are stamped with the new version, where requests keep their cache over an update."""
+    cuts_logprobs: bool = False
+    """They are of the distribution that top-k and top-p leave, not of the whole."""
+
+
+def kinds_of_engine():
+    small = embedded.build(embedded.Config(slots=SLOTS, max_length=MAX_LENGTH))
+    exact = {"kind": small, "is_strict": True, "cuts_logprobs": True}
+    return {
+        "compact": Kind(deterministic=False, **exact),
+        "deterministic": Kind(deterministic=True, repeats_bits=True, **exact),
+        "sglang": Kind(kind=sglang_kind(), deterministic=True, holds_as=fused, num_in_flight=1),
+    }
+
+
+def fused(name):
+    return re.sub("(gate|up)_proj", "gate_up_proj", re.sub("[qkv]_proj", "qkv_proj", name))
+
+
+def sglang_kind(**server):
+    server = {"max-total-tokens": 16384, "max-running-requests": 64, **server}
+    return sglang.build(sglang.Config(python=str(SGLANG), max_length=MAX_LENGTH, server=server))
+
+
 class Live:
     """One engine process and its client, with the trainer's side of its weight group."""
 
     def __init__(self, name, kind, spawner, folder):
-        self.name, self._kind, self._spawner, self._folder = name, kind, spawner, folder
+        self.name, self.promises, self._kind, self._spawner, self._folder = name, kind, kind.kind, spawner, folder
         self._sender = BroadcastSender("127.0.0.1", "gloo", device="cpu", timeout_s=30)
-        self._group = f"weights-{name}"
+        self._groups, self._group = 0, f"weights-{name}-0"
 
-    async def start(self, *, deterministic):
+    async def start(self):
         self.token = secrets.token_hex(16)
         token_file = self._folder / f"{self.name}.token"
         token_file.touch(mode=0o600)
         token_file.write_text(self.token)
         argv = self._kind.command(
-            model=str(self._folder),
-            dtype="float32",
-            token_file=str(token_file),
-            threads=1,
-            deterministic=deterministic,
+            Launch(
+                model=str(self._folder),
+                dtype="float32",
+                host="127.0.0.1",
+                token_file=str(token_file),
+                num_gpus=0,
+                threads=1,
+                deterministic=self.promises.deterministic,
+            )
         )
         log = self._folder / f"{self.name}.log"
         started = await self._spawner.start(self.name, argv, os.environ, str(log), "127.0.0.1")
         self.url = f"http://127.0.0.1:{started.port}"
         self.engine = self._kind.client(url=self.url, token=self.token, timeout_s=60)
-        for _ in range(240):
+        for _ in range(1600):
             if await self.engine.health():
                 return
             if not self._spawner.exits.empty():
@@ -90,6 +160,15 @@ class Live:
     async def join(self):
         address = self._sender.open(self._group, 2)
         await asyncio.gather(asyncio.to_thread(self._sender.join, self._group), self.engine.connect(address, 1))
+
+    async def rejoin(self):
+        """A new group, as after any push that broke."""
+        self._sender.close(self._group)
+        with contextlib.suppress(EngineLost):
+            await self.engine.disconnect(self._group)
+        self._groups += 1
+        self._group = f"weights-{self.name}-{self._groups}"
+        await self.join()
 
     async def send(self, tensors, version, bucket_bytes=1 << 16):
         """All buckets of one push to the paused engine; its digests."""

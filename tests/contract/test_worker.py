@@ -6,17 +6,21 @@ import threading
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from runtime.batching import make_batch
 from runtime.comm import messages as m
 from runtime.comm.buckets import buckets
 from runtime.comm.messages import decode, encode
-from runtime.comm.weights import BroadcastReceiver, BroadcastSender, digest
-from runtime.errors import PeerLost, WaitTimeout
+from runtime.comm.weights.broadcast import BroadcastReceiver, BroadcastSender
+from runtime.comm.weights.tensors import digest
+from runtime.errors import PeerLost, SluiceError, WaitTimeout
 from runtime.trainer import worker
 from runtime.trainer.algorithms import grpo
+from tests.contract.live import logprobs_of
 from tests.contract.trainer_setup import LAYOUTS, around, make_groups, make_model, make_trainer, weights_of
 
 SETTINGS = worker.Settings(device="cpu", timeout_s=1.0)
@@ -90,6 +94,36 @@ def test_training_saving_and_exporting(make, model: Path, tmp_path: Path) -> Non
     assert (exported / "model.safetensors").exists()
 
 
+class Asking(Script):
+    """Saves, and asks until it is written, which it lets happen after three questions."""
+
+    def __init__(self, path: Path, gate: threading.Event) -> None:
+        super().__init__(m.Save(path=str(path)))
+        self.gate = gate
+
+    def receive(self, timeout_s: float) -> m.Command:
+        if len(self.answers) > 3:
+            self.gate.set()
+        is_written = self.answers and self.answers[-1] == m.Saved(is_written=True)
+        self.commands = self.commands or [m.StopTrainer() if is_written else m.AskSaved()]
+        return super().receive(timeout_s)
+
+
+def test_a_checkpoint_is_told_to_be_written_when_it_is(make, model: Path, tmp_path: Path) -> None:
+    trainer, gate = make(model), threading.Event()
+    trainer.writer._thread.submit(gate.wait)
+    done, *asked, stopped = serve(Asking(tmp_path / "saved", gate), trainer)
+    assert done == stopped == m.Done()
+    assert asked[:3] == [m.Saved(is_written=False)] * 3 and asked[-1] == m.Saved(is_written=True)
+    make(model).restore(tmp_path / "saved")
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_rank(make, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "__0_0.distcp").mkdir()
+    with pytest.raises(SluiceError, match=f"{tmp_path}: rank 0 could not write its part: IsADirectory"):
+        serve(Script(m.Save(path=str(tmp_path)), m.StopTrainer()), make(model))
+
+
 def test_one_update_needs_no_second_forward(make, model: Path) -> None:
     trainer = make(model)
     scored: list[str] = []
@@ -120,7 +154,8 @@ def test_a_push_reaches_a_member(make, model: Path) -> None:
         receiver = BroadcastReceiver(device="cpu", timeout_s=20.0)
         receiver.join(address, 1)
         for cut in buckets(manifest):
-            received.update(receiver.receive("g", manifest.names[cut], manifest.dtypes[cut], manifest.shapes[cut]))
+            bucket = receiver.receive("g", manifest.names[cut], manifest.dtypes[cut], manifest.shapes[cut])
+            received.update((name, tensor.clone()) for name, tensor in bucket)
 
     class Port(Script):
         def answer(self, answer: m.Answer) -> None:
@@ -132,7 +167,7 @@ def test_a_push_reaches_a_member(make, model: Path) -> None:
     port = Port(
         m.OpenGroup(name="g", world_size=2),
         m.JoinGroup(name="g"),
-        m.Push(group="g", version=1),
+        m.Push(source="g", version=1),
         m.CloseGroup(name="g"),
         m.StopTrainer(),
     )
@@ -172,15 +207,28 @@ def test_a_push_that_breaks_gathers_to_the_end(make, model: Path) -> None:
             raise PeerLost(f"a member of {name} left")
 
     trainer.weights = counted
-    pushed, _ = serve(Script(m.Push(group="g", version=1), m.StopTrainer()), trainer, Broken())
+    pushed, _ = serve(Script(m.Push(source="g", version=1), m.StopTrainer()), trainer, Broken())
     assert pushed == m.Failed(reason="PeerLost: a member of g left")
     assert tuple(gathered) == trainer.manifest().names
 
 
 def test_a_rank_without_groups_takes_part_in_gathering(make, model: Path) -> None:
     trainer = make(model)
-    commands = (m.OpenGroup(name="g", world_size=2), m.Push(group="g", version=1), m.StopTrainer())
+    commands = (m.OpenGroup(name="g", world_size=2), m.Push(source="g", version=1), m.StopTrainer())
     assert serve(Script(*commands), trainer) == [m.Done(), m.Pushed(digests={}), m.Done()]
+
+
+def test_a_push_brings_the_canary_at_temperature_1(make, model: Path) -> None:
+    """Whatever is sampled at: engines give the log-probs of a prompt at that temperature alone."""
+    tokens = (5, 6, 7, 8, 9, 10)
+    trainer = make(model, temperature=0.5)
+    pushed, _ = serve(Script(m.Push(source="g", version=1, canary=tokens), m.StopTrainer()), trainer)
+    assert isinstance(pushed, m.Pushed) and pushed.canary is not None
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        expected = logprobs_of(plain, tokens)
+    assert pushed.canary.tokens == tokens
+    np.testing.assert_allclose(pushed.canary.logprobs, expected, atol=1e-5)
 
 
 def test_what_is_no_fault_of_a_group_ends_the_rank(make, model: Path, tmp_path: Path) -> None:

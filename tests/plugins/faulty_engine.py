@@ -37,8 +37,8 @@ class Kind(embedded.EmbeddedKind):
         super().__init__(embedded.Config(max_length=options.max_length))
         self.options = options
 
-    def command(self, **given):
-        argv = super().command(**given)
+    def command(self, launch):
+        argv = super().command(launch)
         if self.options.fault != "flip":
             return argv
         return [sys.executable, "-m", "tests.plugins.flipping_server", *argv[3:]]

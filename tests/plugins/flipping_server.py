@@ -6,14 +6,14 @@ from unittest import mock
 import torch
 
 from runtime.rollout.embedded import __main__ as embedded
-from runtime.rollout.embedded import server
+from runtime.rollout.embedded import updates
 
 
-class FlippingReceiver(server.BroadcastReceiver):
+class FlippingReceiver(updates.BroadcastReceiver):
     pushes = 0
 
-    def receive(self, *what):
-        tensors = super().receive(*what)
+    def receive(self, *what, flat=True):
+        tensors = super().receive(*what, flat=flat)
         self.pushes += 1
         if self.pushes == 2:
             _, tensor = tensors[-1]
@@ -21,6 +21,6 @@ class FlippingReceiver(server.BroadcastReceiver):
         return tensors
 
 
-with mock.patch.object(server, "BroadcastReceiver", FlippingReceiver):
+with mock.patch.object(updates, "BroadcastReceiver", FlippingReceiver):
     code = embedded.main()
 os._exit(code)

@@ -30,7 +30,7 @@ class ShuffledGrpo(grpo.Grpo):
             for group, reward in zip(mb.per_seq["group"].tolist(), given.tolist(), strict=True):
                 groups[group].append(reward)
         advantages = {group: iter(self.advantages(rewards)) for group, rewards in groups.items()}
-        return [self._with(mb, [next(advantages[g]) for g in mb.per_seq["group"].tolist()]) for mb in share]
+        return [self._with(mb, [next(advantages[g]) for g in mb.per_seq["group"].tolist()]) for mb in share], {}
 
     def _with(self, mb: MicroBatch, advantages: list[float]) -> MicroBatch:
         lengths = torch.tensor([b - a for a, b in zip(mb.starts, mb.starts[1:], strict=False)])

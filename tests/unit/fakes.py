@@ -4,6 +4,7 @@ Faults such as a hang, a death in mid-generation or weights of wrong bytes canno
 """
 
 import asyncio
+import contextlib
 import hashlib
 import json
 from collections import defaultdict
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
+from runtime.comm.messages import Canary
 from runtime.errors import EngineLost
 from runtime.rollout.base import Description
 from runtime.rollout.process import Exited, Started
@@ -26,6 +28,7 @@ TEMPLATE = (
 
 
 EOS = {"__type": "AddedToken", "content": "</s>", "lstrip": False, "rstrip": False, "special": True}
+CANARY = Canary(tokens=(1, 2, 3, 4), logprobs=np.array([0.0, -1.0, -2.0, -3.0], dtype=np.float32))
 WEIGHTS = {"embed": "d0", "layers.0.up": "d1", "layers.0.down": "d2"}
 
 
@@ -43,6 +46,9 @@ class FakeEngine:
         self.faults = []
         """One a generate call: None, "dies", "hangs", or a number of tokens after which it aborts."""
         self.held = dict(WEIGHTS)
+        self.logprobs, self.stale = CANARY.logprobs, 0.0
+        """Of the canary; and how much is wrong with what it remembers."""
+        self.scored = []
         self.answers = True
         """To probes."""
         self.paused = asyncio.Event()
@@ -51,15 +57,19 @@ class FakeEngine:
         self.groups = []
         self.broken_group = ""
         self.delay_s = 0.0
+        self.sleeps = False
+        self.aborting = asyncio.Event()
 
     async def describe(self):
-        return Description(model="policy", version=self.version, can=("seed", "spans"))
+        return Description(model="policy", version=self.version, can=("seed", "spans", "digests"))
 
     async def generate(self, tokens, params, session=""):
         self.calls.append((list(tokens), params, session))
         fault = self.faults.pop(0) if self.faults else None
         await self.running.wait()
-        await asyncio.sleep(self.delay_s)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.aborting.wait(), self.delay_s)
+            fault = 1
         if fault == "dies":
             raise EngineLost("connection reset")
         if fault == "hangs":
@@ -78,6 +88,9 @@ class FakeEngine:
 
     async def pause(self, mode):
         self.running.clear()
+        if mode == "abort":
+            self.aborting.set()
+            self.aborting = asyncio.Event()
 
     async def resume(self):
         self.running.set()
@@ -94,8 +107,20 @@ class FakeEngine:
         assert not self.running.is_set(), "an engine takes weights when it is paused"
         self.version = version
 
+    async def sleep(self):
+        assert not self.running.is_set()
+        self.sleeps = True
+
+    async def wake(self, *, serve):
+        self.sleeps = self.sleeps and not serve
+
     async def checksums(self):
         return self.held
+
+    async def score(self, tokens, start=0):
+        assert self.running.is_set(), "it scores as little as it samples while paused"
+        self.scored.append(start)
+        return self.logprobs[start:] + (self.stale if start else 0.0)
 
     async def health(self):
         if not self.answers:
@@ -114,8 +139,8 @@ class FakeKind:
     prepare: object = lambda engine: None
     """Called with each new engine."""
 
-    def command(self, *, model, dtype, token_file, threads, deterministic):
-        return ["engine", model]
+    def command(self, launch):
+        return ["engine", launch.model]
 
     def client(self, *, url, token, timeout_s):
         engine = self.engines[int(url.rpartition(":")[2])] = FakeEngine()

@@ -2,7 +2,9 @@
 
 import asyncio
 import itertools
+import re
 
+import numpy as np
 import pytest
 
 from runtime.comm.messages import (
@@ -30,7 +32,7 @@ from runtime.rollout.keeper import EngineSettings, EngineStart
 from runtime.rollout.process import Exited
 from runtime.rollout.scoring import RewardPool
 from runtime.types import GroupAddress, Lease, Manifest, Prompt, SamplingParams
-from tests.unit.fakes import WEIGHTS, FakeKind, FakeMailbox, FakeSpawner, save_tokenizer
+from tests.unit.fakes import CANARY, WEIGHTS, FakeKind, FakeMailbox, FakeSpawner, save_tokenizer
 
 DATASETS = {"math": DataSet(path="none")}
 GROUP = GroupAddress(name="weights-1", host="127.0.0.1", port=1, world_size=3, backend="gloo")
@@ -96,8 +98,8 @@ class Bench:
 
     async def publish(self, version, engines=(0, 1), digests=WEIGHTS):
         made = [await self.ask(Connect, address=GROUP, ranks={e: e + 1 for e in engines})]
-        made.append(await self.ask(Receive, group=GROUP.name, manifest=MANIFEST, version=version, engines=engines))
-        made.append(await self.ask(Commit, version=version, digests=digests, engines=engines))
+        made.append(await self.ask(Receive, source=GROUP.name, manifest=MANIFEST, version=version, engines=engines))
+        made.append(await self.ask(Commit, version=version, digests=digests, canary=CANARY, engines=engines))
         assert [r.failures for r in made] == [{}, {}, {}]
         return made[-1].mismatched
 
@@ -156,7 +158,7 @@ def test_from_hello_to_stop(drive):
         bench.mailbox.tell(Work(leases=(lease(2), lease(1, purpose="eval"))))
         for _ in range(2):
             ready = await bench.until(EngineReady)
-            assert (ready.model, ready.can) == ("policy", ("seed", "spans"))
+            assert (ready.model, ready.can) == ("policy", ("seed", "spans", "digests"))
         await asyncio.sleep(0.05)
         assert not any(bench.engine(i).calls for i in (1, 2)), "nothing is sampled before version 0 is committed"
         await bench.publish(0)
@@ -173,7 +175,7 @@ def test_from_hello_to_stop(drive):
 def test_nothing_is_sampled_while_weights_change(drive):
     async def scenario(bench):
         await bench.started()
-        await bench.ask(Receive, group=GROUP.name, manifest=MANIFEST, version=1, engines=(0, 1))
+        await bench.ask(Receive, source=GROUP.name, manifest=MANIFEST, version=1, engines=(0, 1))
         bench.mailbox.tell(Work(leases=(lease(1),)))
         await asyncio.sleep(0.05)
         assert not any(bench.engine(i).calls for i in (1, 2))
@@ -192,11 +194,37 @@ def test_other_bytes_are_named_and_not_sampled_with(drive):
         await bench.until(EngineReady)
         bench.engine(2).held["layers.0.up"] = "flipped"
         del bench.engine(2).held["embed"]
-        assert await bench.publish(3) == {1: ("embed", "layers.0.up")}
+        assert await bench.publish(3) == {1: "holds other bytes than were sent in tensor embed, layers.0.up"}
         bench.engine(1).delay_s = 0.05
         bench.mailbox.tell(Work(leases=tuple(lease(n, num_samples=1) for n in range(4))))
         await finished(bench, 4)
         assert len(bench.engine(1).calls) == 4
+        assert not bench.engine(2).calls
+
+    drive(scenario)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "how"),
+    [
+        ({"logprobs": CANARY.logprobs - 0.5}, "keeps what old weights computed: .* up to 0.5 off"),
+        ({"logprobs": CANARY.logprobs * 1.2}, "keeps what old weights computed: .* up to 0.6 off"),
+        ({"logprobs": CANARY.logprobs * np.nan}, "keeps what .* up to nan off"),
+        ({"logprobs": CANARY.logprobs - np.array([0, 0.5, 0, 0])}, "holds other weights than were sent: .* up to 0.5"),
+        ({"stale": 2e-4}, "keeps what old weights computed"),
+    ],
+)
+def test_an_engine_that_is_off_the_canary_is_told_and_not_sampled_with(drive, spoil, how):
+    async def scenario(bench):
+        await bench.until(EngineReady)
+        await bench.until(EngineReady)
+        for name, value in spoil.items():
+            setattr(bench.engine(2), name, value)
+        mismatched = await bench.publish(3, digests={})
+        assert mismatched.keys() == {1} and re.match(how, mismatched[1]), mismatched
+        assert bench.engine(1).scored == [2, 0]
+        bench.mailbox.tell(Work(leases=(lease(1),)))
+        await finished(bench, 1)
         assert not bench.engine(2).calls
 
     drive(scenario)

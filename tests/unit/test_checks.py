@@ -1,6 +1,7 @@
 """What is checked before anything is started: each mistake is one message, exit code 2, and no run folder."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from launcher import check, cli, site
 from runtime.config import SiteConfig
 from runtime.errors import ConfigError
 from runtime.load import read_run
+from runtime.rollout.engines import embedded
 from tests.unit.inputs import safetensors, write_inputs
 
 
@@ -42,7 +44,6 @@ def refused(capsys, *argv: str) -> str:
         ("data.0.reward=my.own.reward", ["data.0.reward", "my.own.reward", "PYTHONPATH"]),
         ("data.0.reward_options={x: 1}", ["data.0.reward_options.x", "unknown key"]),
         ("evaluation.sets.0.environment=none", ["evaluation.sets.0.environment", "'none'", "single_turn"]),
-        ("cluster.mode=colocated", ["cluster.mode", "'colocated' is not available yet", "split"]),
         ("cluster.num_rollout_nodes=0", ["cluster.num_rollout_nodes", "is 0", "at least 1"]),
         ("rollout.gpus_per_engine=2", ["rollout.gpus_per_engine", "2", "at most 1"]),
         ("trainer.num_updates=9", ["trainer.num_updates", "9", "8 samples", "lower it"]),
@@ -55,6 +56,9 @@ def refused(capsys, *argv: str) -> str:
         ("runs_dir=/dev/null/runs", ["runs_dir", "/dev/null is not a folder", "choose a folder"]),
         ("models.policy.path=run.yaml", ["models.policy.path", "is a file, not a folder"]),
         ("trainer.optimizer.beta1=1.0", ["trainer.optimizer.beta1", "1.0"]),
+        ("algorithm.name=distill", ["models.teacher", "is not given", "distill learns from one"]),
+        ("models.reference={path: nowhere}", ["models.reference.path", "nowhere", "does not exist"]),
+        ("algorithm={name: ppo, options: {lam: 2.0}}", ["algorithm.options.lam", "<= 1.0"]),
         ("sync.timeout_s=.inf", ["sync.timeout_s", "inf"]),
         ("rollout.sampling.top_k=-7", ["rollout.sampling.top_k", "-7"]),
         ("trainer.kind=megatrn", ["trainer.kind", "'megatrn'", "fsdp, megatron"]),
@@ -63,6 +67,11 @@ def refused(capsys, *argv: str) -> str:
         ("trainer={kind: megatron, parallel: {expert: 2}}", ["trainer.parallel.expert", "2", "1 trainer ranks"]),
         ("trainer={kind: megatron, parallel: {tensr: 2}}", ["trainer.parallel.tensr", "did you mean 'tensor'"]),
         ("rollout.sampling.temperature=0", ["rollout.sampling.temperature", "greedy answers cannot be trained on"]),
+        ("rollout.engine=sglang", ["rollout.engine_options", "has no package sglang", "docs/engines.md"]),
+        (
+            "rollout={engine: sglang, num_prompts: 1, num_samples: 2, engine_options: {server: {port: 1}}}",
+            ["rollout.engine_options", "server.port", "the kernel chooses it"],
+        ),
     ],
 )
 def test_mistakes_in_values(here, capsys, override, words):
@@ -75,6 +84,7 @@ def test_mistakes_in_values(here, capsys, override, words):
     ("model", "parallel", "words"),
     [
         ({"model_type": "mamba"}, "{}", ["trainer.kind", "'mamba'", "qwen3", "trainer.kind: fsdp"]),
+        ({"model_type": "qwen3_next"}, "{}", ["trainer.kind", "gated delta rule", "trainer.kind: fsdp"]),
         ({"num_attention_heads": 6}, "{tensor: 4}", ["trainer.parallel.tensor", "6 attention heads"]),
         ({"num_attention_heads": 8, "num_key_value_heads": 2}, "{tensor: 4}", ["2 key-value heads"]),
         ({"num_hidden_layers": 3}, "{pipeline: 4}", ["trainer.parallel.pipeline", "3 layers"]),
@@ -91,6 +101,27 @@ def test_models_that_the_megatron_trainer_cannot_cut(here, capsys, model, parall
     Path("slots.yaml").write_text("name: slots\ncpu_slots_per_node: 4\n")
     changes = ("--set", f"trainer={{kind: megatron, parallel: {parallel}}}", "--site", "slots.yaml")
     message = refused(capsys, "submit", "run.yaml", *changes)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["staleness.max_versions=1"], ["staleness.max_versions", "is 1", "take turns", "write 0"]),
+        (["sync.channel=delta"], ["sync.channel", "'delta'", "give up their weights", "disk"]),
+        (["site=slurm.yaml", "sync.channel=broadcast"], ["sync.channel", "two members on one GPU", "disk"]),
+        (["site=slurm.yaml", "sync.channel=ipc"], ["sync.channel", "engines on other nodes", "disk"]),
+        (["cluster.mode=split", "sync.channel=delta"], ["sync.channel", "'embedded' takes whole weights only", "disk"]),
+    ],
+)
+def test_channels_that_do_not_serve_a_colocated_run(here, capsys, monkeypatch, changes, words):
+    Path("slurm.yaml").write_text(
+        "{name: big, scheduler: slurm, gpus_per_node: 2, slurm: {gpu_request: gpus-per-node, time: '10:00:00'}}"
+    )
+    monkeypatch.setattr(embedded.EmbeddedKind, "runs_on_gpu", True)
+    monkeypatch.setattr(embedded.EmbeddedKind, "takes_deltas", False)
+    given = ["cluster={mode: colocated, num_train_nodes: 2}", *changes]
+    message = refused(capsys, "plan", "run.yaml", *(word for change in given for word in ("--set", change)))
     assert all(word in message for word in words), message
 
 
@@ -208,6 +239,27 @@ def test_warnings_do_not_stop_a_run(here, capsys):
     assert "only 10 different prompts" in err
     assert "10 of 11 prompts of 'held' are in the training data" in err
     assert err.count("warning: ") == 3
+
+
+def test_models_beside_the_policy(here, capsys):
+    """A teacher whose vocabulary is another may score sampled tokens, but not be compared with as a whole."""
+    shutil.copytree("model", "other")
+    Path("other/config.json").write_text('{"model_type": "qwen3", "vocab_size": 9}')
+    (here / "other/tokenizer_config.json").unlink()
+    teacher = ["--set", "models.teacher={path: other}", "--set", "rollout.num_samples=1"]
+    assert cli.main(["plan", "run.yaml", *teacher, "--set", "algorithm.name=distill"]) == 0
+    assert capsys.readouterr().err == ""
+    assert cli.main(["plan", "run.yaml", *teacher, "--set", "algorithm.name=ppo"]) == 0
+    assert "--set: models.teacher is given, but ppo" in capsys.readouterr().err
+    message = refused(
+        capsys, "submit", "run.yaml", *teacher, "--set", "algorithm={name: distill, options: {kind: jsd}}"
+    )
+    assert "models.teacher.path" in message and "vocab_size is 9" in message
+    cut = ("--set", "trainer={kind: megatron, parallel: {tensor: 2}}", "--site", "slots.yaml")
+    Path("slots.yaml").write_text("name: slots\ncpu_slots_per_node: 4\n")
+    Path("other/config.json").write_text('{"model_type": "qwen3", "num_attention_heads": 3}')
+    message = refused(capsys, "submit", "run.yaml", *teacher, *cut, "--set", "algorithm.name=distill")
+    assert "trainer.parallel.tensor" in message and "3 attention heads" in message
 
 
 def test_the_same_prompt_is_recognised_in_both_spellings(here, capsys):

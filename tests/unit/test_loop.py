@@ -59,23 +59,40 @@ class Fleet:
 
 
 class Learner:
-    """Takes a few polls for a batch."""
+    """Takes a few polls for a batch, and a few to write a checkpoint."""
 
     def __init__(self, rng):
-        self.rng, self.saved = rng, []
+        self.rng, self.saved, self.written = rng, [], None
+        self.mismatch = 0.01
 
     def begin(self, batch):
         self.batch, self.left = batch, self.rng.integers(0, 4)
 
     def training(self):
         self.left -= 1
-        return {"loss": 0.0} if self.left < 0 else None
+        return {"loss": 0.0, "mismatch": self.mismatch} if self.left < 0 else None
 
-    def save(self, folder, timeout_s):
+    def save(self, folder, written, timeout_s):
+        assert self.written is None
         self.saved.append(folder)
+        self.written = written
+
+    def tend(self):
+        if self.written and self.rng.random() < 0.1:
+            self.settle(0.0)
+
+    def settle(self, timeout_s):
+        written, self.written = self.written, None
+        if written:
+            written()
 
 
 class Publisher:
+    made_room = False
+
+    def make_room(self):
+        pass
+
     def __init__(self, fleet):
         self.fleet, self.versions = fleet, []
 
@@ -136,6 +153,7 @@ def make_loop(
             samples_per_step=4,
             rollout_s=rollout_s,
             train_s=60.0,
+            mismatch=0.05,
             batch=make_batch,
         ),
         progress=Progress(step=state.step, version=state.version, taken=state.taken, evaluated=state.evaluated),
@@ -245,6 +263,15 @@ def test_sampling_on_for_ever_without_a_useful_group_is_an_error(tmp_path):
     ]
     with pytest.raises(ConfigError, match="30 groups in a row were dropped, the last one for: equal rewards"):
         loop.gather()
+
+
+@pytest.mark.parametrize("found", [0.06, float("nan")])
+def test_engines_and_trainer_that_disagree_end_the_run_after_its_metrics_show_it(tmp_path, found):
+    loop = make_loop(tmp_path / "run", np.random.default_rng(0))
+    loop.learner.mismatch = found
+    with pytest.raises(ConfigError, match=r"limits.mismatch: is 0.05, but in step 1 log-probs .* apart"):
+        loop.run()
+    assert "mismatch" in lines(tmp_path / "run", "metrics.jsonl")[-1]
 
 
 def test_a_stop_in_the_last_evaluation_is_no_end(tmp_path):

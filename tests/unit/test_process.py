@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import EngineLost
-from runtime.rollout.process import SOCKET_FD, Exited, Spawner, scrub
+from runtime.rollout.process import PEER_PORT, PORT, SOCKET_FD, Exited, Spawner, scrub
 
 # An engine that accepts one byte on its socket, with a child in its session and one that left it; both ignore TERM.
 ENGINE = """
@@ -71,6 +71,33 @@ def test_engine_listens_and_its_exit_code_is_told(tmp_path):
         assert gone(pids), "children of an engine that ended by itself are left"
         again = await spawner.start("e0", ARGV, os.environ, log, "127.0.0.1")
         assert again.pid != started.pid
+
+    run(scenario)
+
+
+SERVER = """
+import socket, sys
+ports = [int(p) for p in sys.argv[1:]]
+servers = [socket.create_server(("127.0.0.1", p)) for p in ports]
+link, _ = servers[0].accept()
+"""
+
+
+def test_ports_are_kept_for_a_server_that_binds_them_itself(tmp_path):
+    """Nobody else is given them before, while or after it listens, as long as it runs."""
+
+    async def scenario(spawner):
+        argv = [sys.executable, "-c", SERVER, PORT, PEER_PORT]
+        started = await spawner.start("e0", argv, os.environ, str(tmp_path / "log"), "127.0.0.1")
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", started.port))
+        for _ in range(400):
+            with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", started.port)):
+                break
+            await asyncio.sleep(0.02)
+        assert await spawner.exits.get() == Exited("e0", 0), (tmp_path / "log").read_text()
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", started.port))
 
     run(scenario)
 

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from runtime.comm.buckets import ITEM_BYTES, buckets, tensor_bytes
 from runtime.comm.network import address_of, address_towards
 from runtime.comm.rendezvous import listen_store
-from runtime.comm.weights import BroadcastReceiver, BroadcastSender, digest, flat_bytes
+from runtime.comm.weights.broadcast import BroadcastReceiver, BroadcastSender
+from runtime.comm.weights.tensors import digest, flat_bytes
 from runtime.errors import ConfigError, PeerLost, WaitTimeout
 from runtime.types import GroupAddress, Manifest
 
@@ -39,14 +40,13 @@ def serve(pipe):
             return receiver(timeout_s).join(address, rank)
         if order == "receive":
             group, manifest, timeout_s = args
-            tensors = [
-                item
+            return [
+                (n, str(t.dtype), tuple(t.shape), bytes(flat_bytes(t).numpy()), digest(t))
                 for cut in buckets(manifest)
-                for item in receiver(timeout_s).receive(
+                for n, t in receiver(timeout_s).receive(
                     group, manifest.names[cut], manifest.dtypes[cut], manifest.shapes[cut]
                 )
             ]
-            return [(n, str(t.dtype), tuple(t.shape), bytes(flat_bytes(t).numpy()), digest(t)) for n, t in tensors]
         if order == "leave":
             group, timeout_s = args
             return receiver(timeout_s).leave(group)

@@ -15,6 +15,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
     input_ids: list[int]
     sampling_params: Params = Params()
     return_logprob: bool = False
+    logprob_start_len: int = -1
+    """From where on log-probs of the prompt are wanted; -1: none."""
     rid: str | None = None
     stream: Literal[False] = False
 
@@ -42,11 +44,16 @@ class DestroyGroup(msgspec.Struct, frozen=True, kw_only=True):
     group_name: str = "weight_update_group"
 
 
+class Begin(msgspec.Struct, frozen=True, kw_only=True):
+    base_version: str | None = None
+    """A word of ours: the version that a delta starts from."""
+
+
 class Update(msgspec.Struct, frozen=True, kw_only=True):
     names: list[str]
     dtypes: list[str]
     shapes: list[tuple[int, ...]]
-    load_format: Literal["flattened_bucket"]
+    load_format: Literal["flattened_bucket", "sluice_delta"] | None
     group_name: str = "weight_update_group"
     flush_cache: bool = True
     weight_version: str | None = None
@@ -56,6 +63,24 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("names, dtypes and shapes differ in length")
 
 
+class Disk(msgspec.Struct, frozen=True, kw_only=True):
+    model_path: str
+    load_format: Literal["auto", "safetensors", "sluice_delta"] = "auto"
+    base_version: str | None = None
+    """As in Begin."""
+    flush_cache: bool = True
+    weight_version: str | None = None
+
+
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    tags: tuple[Literal["weights", "kv_cache", "cuda_graph"], ...] | None = None
+    """None: all."""
+
+    @property
+    def which(self) -> frozenset[str]:
+        return frozenset(self.tags if self.tags is not None else ("weights", "kv_cache"))
+
+
 class Version(msgspec.Struct, frozen=True, kw_only=True):
     new_version: str
     abort_all_requests: bool = True
@@ -63,6 +88,17 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
     action: Literal["checksum"] = "checksum"
+
+
+def scored(body: Generate, logprobs: list[float]) -> dict[str, Any]:
+    """The answer to /generate where only the prompt's log-probs were wanted, here all of them."""
+    start = body.logprob_start_len
+    triples: list[tuple[float | None, int, None]] = [
+        (logprob, token, None) for logprob, token in zip(logprobs[start:], body.input_ids[start:], strict=True)
+    ]
+    triples[0] = (None, triples[0][1], None)
+    meta = {"finish_reason": {"type": "length", "length": 0}, "input_token_logprobs": triples}
+    return {"output_ids": [], "meta_info": meta}
 
 
 def completion(request: Request, *, with_logprobs: bool) -> dict[str, Any]:

@@ -46,8 +46,22 @@ class SlotCache:
 
     def clear(self) -> None:
         """Zero everything: a NaN of bad weights, though masked, would spoil what later weights compute."""
-        for stored in (*self.keys, *self.values):
+        for stored in () if self.is_released else (*self.keys, *self.values):
             stored.zero_()
+
+    def release(self) -> None:
+        """Give the memory back; there is nothing to read or write before `resume`."""
+        for stored in (*self.keys, *self.values):
+            stored.untyped_storage().resize_(0)
+
+    def resume(self) -> None:
+        for stored in (*self.keys, *self.values):
+            stored.untyped_storage().resize_(stored.numel() * stored.element_size())
+        self.clear()
+
+    @property
+    def is_released(self) -> bool:
+        return self.keys[0].untyped_storage().nbytes() == 0
 
 
 class Prefill:

@@ -72,6 +72,15 @@ class SlotModel:
         column = torch.tensor([ends.index(n) for n in lengths])
         return logits[torch.arange(len(prompts)), column], computed
 
+    @torch.inference_mode()
+    def score(self, tokens: Sequence[int]) -> list[float]:
+        """Log-prob of each token after those before it; 0 for the first."""
+        ids = torch.tensor(tokens)
+        places = torch.arange(len(ids))[None]
+        out = self.net(input_ids=ids[None], position_ids=places, past_key_values=Prefill(), use_cache=True)
+        logits = out.logits[0, :-1].float()
+        return [0.0, *logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0].tolist()]
+
     def decode(self, tokens: Sequence[int], positions: Sequence[int], *, full_width: bool) -> Tensor:
         """One more token for each of the first slots: logits [rows, vocabulary]. Its key and value are stored."""
         columns = self.cache.width if full_width else -(-(max(positions) + 1) // _CHUNK) * _CHUNK

@@ -29,8 +29,8 @@ class Params(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     sampling_seed: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if self.max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens must not be negative, got {self.max_new_tokens}")
         if not self.temperature >= 0.0:
             raise ValueError(f"temperature must not be negative, got {self.temperature}")
         if not 0.0 < self.top_p <= 1.0:

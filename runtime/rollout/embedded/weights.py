@@ -1,16 +1,18 @@
 """The engine's weights: taken in update sessions, each of which replaces all of them, and checked.
 
 A session that named unknown tensors, or ended before every tensor had come, leaves the engine without usable weights:
-it then decodes nothing until a whole session went well.
+it then decodes nothing until a whole session went well. While it sleeps it holds none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
-from runtime.comm.weights import digest
+from runtime.comm.weights import delta, folder, tensors
 from runtime.rollout.embedded.errors import Refused
 
 
@@ -20,17 +22,15 @@ class Weights:
         """By Hugging Face name; a tied tensor under each of its names."""
         self._received: set[str] = set()
         self._in_session = False
-        self.whole = False
-        """All tensors came from one session."""
-
-    @property
-    def in_session(self) -> bool:
-        return self._in_session
+        self._released: list[tuple[Tensor, torch.Size]] = []
+        """While asleep: tensors without memory, and their shapes."""
 
     def begin(self) -> None:
         if self._in_session:
             raise Refused("a weight update session is already open")
-        self._in_session, self._received, self.whole = True, set(), False
+        if self._released:
+            raise Refused("this engine sleeps: it has no memory for weights")
+        self._in_session, self._received = True, set()
 
     def check_session(self) -> None:
         if not self._in_session:
@@ -38,15 +38,38 @@ class Weights:
                 "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
             )
 
-    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Copy these in. Nothing of them is kept if one is refused."""
         self.check_session()
-        tensors = list(tensors)
-        for name, tensor in tensors:
+        named = list(named)
+        for name, tensor in named:
             self._check(name, tensor)
-        for name, tensor in tensors:
+        for name, tensor in named:
             self._tensors[name].copy_(tensor)
             self._received.add(name)
+
+    def change(self, payload: Tensor) -> None:
+        """Take a bucket of a delta, [n] uint8."""
+        self.check_session()
+        try:
+            self._received.update(delta.apply(payload, self._tensors))
+        except delta.Damaged as e:
+            raise Refused(str(e)) from e
+
+    def take(self, path: Path, *, is_delta: bool) -> None:
+        """All the rest of a session, from a folder."""
+        try:
+            if is_delta:
+                for payload in folder.read_deltas(path):
+                    self.change(payload)
+            else:
+                for named in folder.read(path):
+                    self.load(named.items())
+            self.end()
+        except (delta.Damaged, OSError) as e:
+            raise Refused(str(e)) from e
+        finally:
+            self._in_session = False
 
     def _check(self, name: str, tensor: Tensor) -> None:
         mine = self._tensors.get(name)
@@ -71,7 +94,31 @@ class Weights:
         if missing:
             shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
             raise Refused(f"{len(missing)} of {len(self._tensors)} weights were not sent: {shown}")
-        self.whole = True
 
     def digests(self) -> dict[str, str]:
-        return {name: digest(tensor) for name, tensor in self._tensors.items()}
+        if self._in_session:
+            raise Refused("a weight update session is open")
+        if self._released:
+            raise Refused("this engine sleeps: it holds no weights")
+        return tensors.digests(self._tensors.items())
+
+    # ---- sleep
+
+    def release(self) -> None:
+        """Give the memory back; what it held is gone."""
+        if self._in_session:
+            raise Refused("a weight update session is open")
+        if not self._released:
+            self._released = [(t, t.shape) for t in {id(t): t for t in self._tensors.values()}.values()]
+            self._lay([torch.Size([0])] * len(self._released))
+
+    def resume(self) -> None:
+        """Have memory again, for weights to come."""
+        self._lay([shape for _, shape in self._released])
+        self._released = []
+
+    def _lay(self, shapes: Sequence[torch.Size]) -> None:
+        """New memory for all tensors. (A storage whose bytes were digested cannot be resized.)"""
+        with torch.inference_mode(False):
+            for (tensor, _), shape in zip(self._released, shapes, strict=True):
+                tensor.data = torch.empty(shape, dtype=tensor.dtype)

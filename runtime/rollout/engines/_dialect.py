@@ -3,8 +3,11 @@
 What the dialect hides, found on the real server:
 - Without begin and end around it an update is refused; older servers have neither (404): then both are left out.
 - "400 Weights were updated, but the cache was not flushed" means that the update was applied.
-- After an update with requests paused in place the prefix cache is stale: it can be flushed only when none runs.
-- An unknown weight name is ignored with "success": only checksums tell.
+- With requests paused in place the cache of prefixes cannot be flushed, and what old weights computed would be reused:
+  so every version has an `extra_key`, with which requests find their own version's prefixes only.
+- More new tokens than fit after the prompt are refused, not cut.
+- With requests paused in place, the token in flight is stamped with the new version, though old weights gave it.
+- An unknown weight name is ignored with "success", and its checksums are of fused tensors: only what it computes tells.
 """
 
 from __future__ import annotations
@@ -17,12 +20,15 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from runtime.comm.buckets import buckets
+from runtime.comm.buckets import buckets, is_flat
 from runtime.errors import EngineLost
 from runtime.rollout.base import Description
 from runtime.types import Completion, GroupAddress, Manifest, SamplingParams
 
 _APPLIED: Final[str] = "Weights were updated, but"
+_FLAT: Final[str] = "flattened_bucket"
+_DELTA: Final[str] = "sluice_delta"
+"""A load format of the embedded engine's own."""
 _PROBE_S: Final[float] = 5.0
 
 
@@ -35,6 +41,8 @@ class _Span(msgspec.Struct, frozen=True):
 class _Meta(msgspec.Struct, frozen=True):
     finish_reason: dict[str, Any]
     output_token_logprobs: list[tuple[float, int, str | None]] = []
+    input_token_logprobs: list[tuple[float | None, int, str | None]] = []
+    """The first has no log-prob."""
     weight_version: str = "default"
     weight_versions: list[_Span] | None = None
     """None: a server that does not tell spans."""
@@ -46,6 +54,11 @@ class _Generated(msgspec.Struct, frozen=True):
 
 class _ServerInfo(msgspec.Struct, frozen=True):
     enable_deterministic_inference: bool = False
+    tp_size: int = 1
+    context_length: int | None = None
+    """None: what the model's config says."""
+    checks_pushed_tensors: bool = False
+    """Of the embedded server alone: others fuse tensors and give them other names."""
 
 
 class _ModelInfo(msgspec.Struct, frozen=True):
@@ -74,21 +87,26 @@ class DialectClient:
         self._headers = {"Authorization": f"Bearer {token}"}
         self._session: aiohttp.ClientSession | None = None
         self._pause_mode = ""
-        self._running = 0
-        self._stale_cache = False
-        """A flush is owed as soon as nothing runs."""
+        self._is_paused = False
+        self._context_length: int | None = None
+        self._prefixes = ""
+        """Requests find the prefixes of earlier ones with this key: those of the same weights."""
 
     # ---- the Engine protocol
 
     async def describe(self) -> Description:
         model = msgspec.json.decode(await self._call("GET", "/model_info"), type=_ModelInfo)
         server = msgspec.json.decode(await self._call("GET", "/server_info"), type=_ServerInfo)
-        can = ("seed", "spans") if server.enable_deterministic_inference else ("spans",)
-        return Description(model=model.model_path, version=version_number(model.weight_version), can=can)
+        can = ["spans"]
+        can += ["seed"] if server.enable_deterministic_inference else []
+        can += ["digests"] if server.checks_pushed_tensors else []
+        version = version_number(model.weight_version)
+        self._context_length = server.context_length
+        return Description(model=model.model_path, version=version, can=tuple(can), num_ranks=server.tp_size)
 
     async def generate(self, tokens: Sequence[int], params: SamplingParams, session: str = "") -> Completion:
         sampling: dict[str, Any] = {
-            "max_new_tokens": params.max_new_tokens,
+            "max_new_tokens": self._room(params.max_new_tokens, len(tokens)),
             "temperature": params.temperature,
             "top_p": params.top_p,
             "top_k": params.top_k,
@@ -96,26 +114,37 @@ class DialectClient:
         }
         if params.seed is not None:
             sampling["sampling_seed"] = params.seed
-        body = {"input_ids": [int(t) for t in tokens], "sampling_params": sampling, "return_logprob": True}
-        self._running += 1
-        try:
-            status, answer = await self._ask("POST", "/generate", body, self._timeout_s)
-        finally:
-            self._running -= 1
+        return self._completion(await self._generate(tokens, sampling))
+
+    async def score(self, tokens: Sequence[int], start: int = 0) -> np.ndarray:
+        # A server gives no log-prob to the first token it is asked for, so it is asked for one more.
+        first = max(0, start - 1)
+        answer = await self._generate(tokens, {"max_new_tokens": 0, "temperature": 0.0}, logprob_start_len=first)
+        found = self._meta(answer).input_token_logprobs
+        if len(found) != len(tokens) - first:  # their ids are no proof: the last of the vocabulary is reported as 0
+            raise self._error("POST", "/generate", f"{len(found)} tokens were scored, not {len(tokens) - first}")
+        scored = np.array([np.nan if logprob is None else logprob for logprob, _, _ in found], dtype=np.float32)
+        if not start:
+            scored[0] = 0.0
+        return scored[start - first :]
+
+    async def _generate(self, tokens: Sequence[int], sampling: dict[str, Any], **more: Any) -> bytes:
+        body = {"input_ids": [int(t) for t in tokens], "sampling_params": sampling, "return_logprob": True, **more}
+        body["extra_key"] = self._prefixes
+        status, answer = await self._ask("POST", "/generate", body, self._timeout_s)
         if status == 400:  # too long a prompt, say: the engine is well, the request is not
             raise ValueError(f"the engine refused {len(tokens)} tokens: {_text(answer)}")
         if status != 200:
             raise self._error("POST", "/generate", f"status {status}: {_text(answer)}")
-        if self._stale_cache and not self._running:
-            await self._flush()
-        return self._completion(answer)
+        return answer
 
     async def pause(self, mode: str) -> None:
         await self._call("POST", "/pause_generation", {"mode": mode})
-        self._pause_mode = mode
+        self._pause_mode, self._is_paused = mode, True
 
     async def resume(self) -> None:
         await self._call("POST", "/continue_generation", {})
+        self._is_paused = False
 
     async def connect(self, address: GroupAddress, rank: int) -> None:
         body = {
@@ -131,19 +160,32 @@ class DialectClient:
     async def disconnect(self, group: str) -> None:
         await self._call("POST", "/destroy_weights_update_group", {"group_name": group})
 
-    async def receive(self, manifest: Manifest, version: int, group: str) -> None:
+    async def receive(self, manifest: Manifest, version: int, source: str) -> None:
         in_place = self._pause_mode == "in_place"
-        sessions = await self._post("/begin_weight_update", {}, missing_ok=True) is not None
+        delta = {"base_version": str(manifest.base)} if manifest.kind == "delta" else {}
+        if manifest.via == "folder":
+            body = {"model_path": source, "weight_version": str(version), "flush_cache": not in_place, **delta}
+            await self._post("/update_weights_from_disk", body | ({"load_format": _DELTA} if delta else {}))
+        else:
+            await self._receive_over_group(manifest, version, source, delta, flush=not in_place)
+        self._prefixes = str(version)
+
+    async def _receive_over_group(
+        self, manifest: Manifest, version: int, group: str, delta: dict[str, str], *, flush: bool
+    ) -> None:
+        sessions = await self._post("/begin_weight_update", delta, missing_ok=True) is not None
         try:
-            await self._receive_buckets(manifest, version, group, flush=not in_place)
+            await self._receive_buckets(manifest, version, group, flush=flush)
         except EngineLost:
-            if sessions:  # when another member broke the group, this engine is still good for the next push
-                with contextlib.suppress(EngineLost):
+            # The sender shall not wait for buckets that nobody asks for; and when another member broke the group, this
+            # engine is still good for the next push.
+            with contextlib.suppress(EngineLost):
+                await self._post("/destroy_weights_update_group", {"group_name": group}, refused_ok=True)
+                if sessions:
                     await self._post("/end_weight_update", {}, refused_ok=True)
             raise
         if sessions:
             await self._call("POST", "/end_weight_update", {})
-        self._stale_cache = in_place
 
     async def _receive_buckets(self, manifest: Manifest, version: int, group: str, *, flush: bool) -> None:
         for part in buckets(manifest):
@@ -152,11 +194,18 @@ class DialectClient:
                 "dtypes": manifest.dtypes[part],
                 "shapes": manifest.shapes[part],
                 "group_name": group,
-                "weight_version": str(version),
-                "load_format": "flattened_bucket",
+                "weight_version": str(version) if part.stop == len(manifest.names) else None,
+                "load_format": _DELTA if manifest.kind == "delta" else _FLAT if is_flat(manifest, part) else None,
                 "flush_cache": flush and part.stop == len(manifest.names),
             }
             await self._post("/update_weights_from_distributed", body)
+
+    async def sleep(self) -> None:
+        await self._call("POST", "/release_memory_occupation", {})
+
+    async def wake(self, *, serve: bool) -> None:
+        tags = ["kv_cache", "cuda_graph"] if serve else ["weights"]
+        await self._call("POST", "/resume_memory_occupation", {"tags": tags})
 
     async def checksums(self) -> dict[str, str]:
         answer = await self._call("POST", "/weights_checker", {"action": "checksum"})
@@ -164,8 +213,10 @@ class DialectClient:
         return {name: digest for rank in ranks for name, digest in rank.checksums.items()}
 
     async def health(self) -> bool:
+        # SGLang proves its health by generating a token, which it cannot do while it is paused.
+        path = "/model_info" if self._is_paused else "/health"
         try:
-            await self._call("GET", "/health", limit_s=_PROBE_S)
+            await self._call("GET", path, limit_s=_PROBE_S)
         except EngineLost:
             return False
         return True
@@ -176,11 +227,19 @@ class DialectClient:
 
     # ---- inside
 
-    def _completion(self, answer: bytes) -> Completion:
+    def _room(self, wanted: int, num_tokens: int) -> int:
+        """How many tokens to ask for: SGLang refuses more than fit. Where none fits, it shall refuse."""
+        room = wanted if self._context_length is None else self._context_length - num_tokens
+        return min(wanted, room) if room > 0 else wanted
+
+    def _meta(self, answer: bytes) -> _Meta:
         try:
-            meta = msgspec.json.decode(answer, type=_Generated).meta_info
+            return msgspec.json.decode(answer, type=_Generated).meta_info
         except msgspec.DecodeError as e:
             raise EngineLost(f"POST {self._url}/generate: answered something else: {e}") from e
+
+    def _completion(self, answer: bytes) -> Completion:
+        meta = self._meta(answer)
         spans = meta.weight_versions
         if spans is None:
             spans = [_Span(meta.weight_version, 0, len(meta.output_token_logprobs))]
@@ -190,10 +249,6 @@ class DialectClient:
             versions=tuple((span.start, version_number(span.version)) for span in spans if span.end > span.start),
             finish=meta.finish_reason["type"],
         )
-
-    async def _flush(self) -> None:
-        if await self._post("/flush_cache", {}, refused_ok=True) is not None:
-            self._stale_cache = False
 
     async def _post(
         self, path: str, body: dict[str, Any], *, missing_ok: bool = False, refused_ok: bool = False

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from runtime.rollout.base import Engine
+from runtime.rollout.base import Engine, Launch
 from runtime.rollout.engines._dialect import DialectClient
 from runtime.rollout.process import SOCKET_FD
 
@@ -25,17 +25,22 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 class EmbeddedKind:
     runs_on_gpu = False
+    takes_deltas = True
 
     def __init__(self, config: Config) -> None:
         self._config = config
 
-    def command(self, *, model: str, dtype: str, token_file: str, threads: int, deterministic: bool) -> list[str]:
+    def command(self, launch: Launch) -> list[str]:
         config = self._config
         argv = [sys.executable, "-m", "runtime.rollout.embedded"]
-        argv += ["--model", model, "--socket-fd", SOCKET_FD, "--token-file", token_file]
-        argv += ["--slots", str(config.slots), "--max-length", str(config.max_length), "--dtype", dtype]
-        argv += ["--threads", str(1 if deterministic else config.threads or max(1, threads))]
-        return [*argv, "--deterministic"] if deterministic else argv
+        argv += ["--model", launch.model, "--socket-fd", SOCKET_FD, "--token-file", launch.token_file]
+        argv += ["--slots", str(config.slots), "--max-length", str(config.max_length)]
+        threads = 1 if launch.deterministic else config.threads or max(1, launch.threads)
+        argv += ["--dtype", launch.dtype, "--threads", str(threads)]
+        return [*argv, "--deterministic"] if launch.deterministic else argv
+
+    def check(self, where: str) -> None:
+        """It runs on what the project itself needs."""
 
     def client(self, *, url: str, token: str, timeout_s: float) -> Engine:
         return DialectClient(url=url, token=token, timeout_s=timeout_s)

@@ -1,0 +1,84 @@
+"""Bytes and checksums of tensors, and the buckets that a push takes them in."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import islice
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from runtime.comm.buckets import buckets
+from runtime.types import Manifest
+
+_HASHING: Final[int] = 4
+"""Threads that compute checksums: one of them is slower than the wire."""
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """[n] uint8: the tensor's bytes, row-major; a view where it is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def digest(tensor: Tensor) -> str:
+    """Checksum of a tensor's dtype, shape and exact bytes, wherever it lives."""
+    h = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())  # the fastest here: processors help
+    h.update(flat_bytes(tensor).cpu().numpy().data)
+    return h.hexdigest()[:32]
+
+
+def typed(part: Tensor, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    """Bytes as the tensor they are of; a view where its place in memory allows one."""
+    wanted: torch.dtype = getattr(torch, dtype)
+    if part.storage_offset() % wanted.itemsize:
+        part = part.clone()
+    return part.view(wanted).reshape(shape)
+
+
+class Digests:
+    """Checksums of tensors, computed beside what the caller does meanwhile."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_HASHING, "digest")
+        self._made: dict[str, Future[str]] = {}
+        self._last: dict[str, Future[str]] = {}
+
+    def add(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Begin with these, once those added before are done: no more tensors are kept alive than two buckets have.
+        They must stay as they are until `result`."""
+        wait(self._last.values())
+        self._last = {name: self._threads.submit(digest, tensor) for name, tensor in named}
+        self._made |= self._last
+
+    def result(self) -> dict[str, str]:
+        """Name -> digest, of all that were added."""
+        self._threads.shutdown()
+        return {name: made.result() for name, made in self._made.items()}
+
+
+def digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """Name -> digest."""
+    made = Digests()
+    made.add(named)
+    return made.result()
+
+
+def cut(manifest: Manifest, weights: Iterator[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Weights by buckets.
+
+    Args:
+        weights: (name, tensor), in the manifest's order, with its dtypes and shapes.
+    """
+    for place in buckets(manifest):
+        tensors = list(islice(weights, place.stop - place.start))
+        _check(tensors, manifest, place)
+        yield tensors
+
+
+def _check(tensors: Sequence[tuple[str, Tensor]], manifest: Manifest, place: slice) -> None:
+    found = [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors]
+    promised = list(zip(manifest.names[place], manifest.dtypes[place], manifest.shapes[place], strict=True))
+    assert found == promised, f"weights differ from the manifest: {found} instead of {promised}"

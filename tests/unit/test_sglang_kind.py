@@ -1,0 +1,80 @@
+"""What SGLang is started with: its own options as they are given, beside those that follow from the run."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from runtime import plugins
+from runtime.errors import ConfigError
+from runtime.rollout.base import Launch
+from runtime.rollout.engines import sglang
+from runtime.rollout.process import PEER_PORT, PORT
+
+LAUNCH = {"model": "m", "dtype": "bfloat16", "host": "10.0.0.1", "token_file": "t", "threads": 3}
+
+
+def options_of(options, num_gpus=0, deterministic=False):
+    kind = sglang.build(plugins.options(sglang, options, "rollout.engine_options"))
+    argv = kind.command(Launch(**LAUNCH, num_gpus=num_gpus, deterministic=deterministic))
+    found = {}
+    for word in argv[2:]:
+        if word.startswith("--"):
+            found[word[2:]] = values = []
+        else:
+            values.append(word)
+    return argv, found
+
+
+def test_options_pass_as_they_are_and_ours_stand():
+    server = {"mem-fraction-static": 0.8, "enable_metrics": True, "cuda-graph-bs": [1, 2], "log-level": "info"}
+    server |= {"disable-radix-cache": False, "json-model-override-args": {"a": 1}}
+    argv, found = options_of({"python": "/env/bin/python", "max_length": 512, "server": server}, num_gpus=4)
+    assert argv[0] == "/env/bin/python" and Path(argv[1]).name == "sglang_server.py" and Path(argv[1]).is_file()
+    assert found == {
+        "token-file": ["t"],
+        "load-format": ["dummy"],
+        "log-level": ["info"],
+        "mem-fraction-static": ["0.8"],
+        "enable-metrics": [],
+        "cuda-graph-bs": ["1", "2"],
+        "json-model-override-args": ['{"a": 1}'],
+        "model-path": ["m"],
+        "dtype": ["bfloat16"],
+        "weight-version": ["default"],
+        "host": ["10.0.0.1"],
+        "port": [PORT],
+        "nccl-port": [PEER_PORT],
+        "tp-size": ["4"],
+        "context-length": ["512"],
+    }
+
+
+def test_a_cpu_is_told_and_neither_its_memory_nor_a_core_is_taken():
+    argv, found = options_of({"server": {"max-total-tokens": 100}}, deterministic=True)
+    assert argv[0] == sys.executable
+    wanted = {"device": ["cpu"], "attention-backend": ["torch_native"], "threads": ["3"], "max-total-tokens": ["100"]}
+    wanted |= {"sleep-on-idle": [], "enable-deterministic-inference": [], "tp-size": ["1"]}
+    assert found.items() >= wanted.items()
+
+
+@pytest.mark.parametrize("key", ["port", "--host", "tp", "api_key", "model", "dp-size", "nnodes", "context-length"])
+def test_what_follows_from_the_run_is_refused_with_the_reason(key):
+    with pytest.raises(ConfigError, match=rf"rollout.engine_options: server.{key} is not for a config to set: \w+"):
+        options_of({"server": {key: 1}})
+
+
+def test_an_environment_without_sglang_is_refused(tmp_path):
+    where = "run.yaml:3: rollout.engine_options"
+    python = tmp_path / "bin/python3"
+    kind = sglang.build(sglang.Config(python=str(python)))
+    with pytest.raises(ConfigError, match=r"run.yaml:3.*python: there is no .*\n  fix: .*docs/engines.md"):
+        kind.check(where)
+    python.parent.mkdir()
+    python.touch(mode=0o700)
+    packages = tmp_path / "lib/python3.11/site-packages"
+    (packages / "sglang_router").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"has no package sglang under .*\n  fix: "):
+        kind.check(where)
+    (packages / "sglang").mkdir()
+    kind.check(where)
