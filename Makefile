@@ -52,7 +52,7 @@ learn: $(STAMP)  ## three seeds learn, the two controls do not
 kills: $(STAMP)  ## twenty kills, each resumed to the same bits
 	$(PYTEST) tests -m kills
 
-long: $(STAMP)  ## the slowest: walltimes on a real Slurm, Megatron over four ranks
+long: $(STAMP)  ## the slowest: walltimes on a real Slurm, Megatron over four ranks, SGLang killed
 	$(PYTEST) tests -m long
 
 bench: $(STAMP) $(TRL_STAMP)  ## speed against TRL and padded generate, growth of memory

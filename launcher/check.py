@@ -5,16 +5,20 @@ The first mistake is a ConfigError; what may be meant so is a warning.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Final
 
-from launcher import files, layout, plan, script, slurm
+from launcher import allocation, channels, files, layout, models, plan, script, slurm
 from launcher import site as machine
 from runtime import plugins, topology
-from runtime.config import Cluster, DataSet, RunConfig, SiteConfig
+from runtime.config import Cluster, DataSet, RunConfig, SiteConfig, Slurm
 from runtime.errors import ConfigError
 from runtime.load import Key, Loaded
 
 DETERMINISTIC_ENGINE: Final = "embedded"
+NODES_OWN: Final = ("/tmp", "/var/tmp", "/dev/shm", "/run")
+"""Folders that nodes seldom share."""
+SIZES: Final = ("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node")
 
 
 def everything(loaded: Loaded, site: SiteConfig) -> list[str]:
@@ -32,8 +36,20 @@ def everything(loaded: Loaded, site: SiteConfig) -> list[str]:
     ranks = _check_topology(loaded, site)
     files.check_runs_dir(config.runs_dir, loaded.where("runs_dir"))
     files.check_model(config.models.policy.path, loaded.where("models", "policy", "path"))
+    unused = models.check(loaded)
     layout.check(loaded, ranks.trainers)
-    return [*_sizes(loaded), *_check_data(loaded)]
+    channels.check(loaded, site, ranks)
+    return [*_unheeded(loaded, site), *unused, *_sizes(loaded), *_check_data(loaded)]
+
+
+def _unheeded(loaded: Loaded, site: SiteConfig) -> list[str]:
+    """What a site says in vain."""
+    if site.scheduler == "local":
+        given = site.slurm != Slurm()
+        return [f"site {site.name}: section slurm is given, but scheduler is local: it is not used"] if given else []
+    own = next((folder for folder in NODES_OWN if Path(loaded.config.runs_dir).is_relative_to(folder)), "")
+    place = loaded.where("runs_dir")
+    return [f"{place} is in {own}, which most clusters keep apart on each node: all must see it"] if own else []
 
 
 def _datasets(config: RunConfig) -> list[tuple[tuple[Key, ...], DataSet]]:
@@ -60,11 +76,7 @@ def _check_plugins(loaded: Loaded) -> None:
 
 def _check_mode(loaded: Loaded) -> None:
     config = loaded.config
-    if config.cluster.mode == "colocated":
-        raise ConfigError(
-            loaded.where("cluster", "mode"), "'colocated' is not available yet", "write cluster.mode: split"
-        )
-    if config.cluster.num_rollout_nodes == 0:
+    if config.cluster.mode == "split" and config.cluster.num_rollout_nodes == 0:
         raise ConfigError(
             loaded.where("cluster", "num_rollout_nodes"),
             f"is 0, but {config.algorithm.name} trains on answers that engines give",
@@ -90,11 +102,13 @@ def _check_topology(loaded: Loaded, site: SiteConfig) -> topology.Topology:
         _check_machine(site, config.cluster)
     engine = plugins.find("engine", config.rollout.engine, loaded.where("rollout", "engine"))
     options = plugins.options(engine, config.rollout.engine_options, loaded.where("rollout", "engine_options"))
-    if site.gpus_per_node and not site.pretend_gpus and not engine.build(options).runs_on_gpu:
+    kind = engine.build(options)
+    kind.check(loaded.where("rollout", "engine_options"))
+    if site.gpus_per_node and not site.pretend_gpus and not kind.runs_on_gpu:
         raise ConfigError(
             loaded.where("rollout", "engine"),
             f"{config.rollout.engine!r} runs on CPUs, but site {site.name!r} gives it {site.gpus_per_node} GPUs a node",
-            "write gpus_per_node: 0 in the site file",
+            "write gpus_per_node: 0 in the site file, or pretend_gpus: true for a rehearsal on CPUs",
         )
     return made
 
@@ -102,6 +116,14 @@ def _check_topology(loaded: Loaded, site: SiteConfig) -> topology.Topology:
 def _check_slurm(site: SiteConfig, loaded: Loaded) -> None:
     if site.slurm.gpu_request == "gres-typed" and not site.slurm.gpu_type:
         raise ConfigError(f"site {site.name}: slurm.gpu_type", "is empty", "gres-typed needs it, as in gpu_type: h100")
+    for argument in site.slurm.sbatch_args:
+        if argument.partition("=")[0] in SIZES:
+            fix = "change cluster.num_train_nodes or cluster.num_rollout_nodes"
+            raise ConfigError(f"site {site.name}: slurm.sbatch_args", f"{argument!r}: the run says how many nodes", fix)
+    cpus, ranks = site.slurm.cpus_per_node, allocation.ranks_a_node(loaded.config, site)
+    if 0 < cpus < ranks:
+        problem = f"is {cpus}, but a node is to hold {ranks} ranks, and each needs a CPU"
+        raise ConfigError(f"site {site.name}: slurm.cpus_per_node", problem, "raise it, or write 0 for whole nodes")
     walltime, early = slurm.seconds(site.slurm.time) or 0.0, script.early_s(loaded.config)
     if walltime <= early:
         raise ConfigError(
@@ -132,7 +154,8 @@ def _sizes(loaded: Loaded) -> list[str]:
     rollout, choice = config.rollout, config.algorithm
     module = plugins.find("algorithm", choice.name, loaded.where("algorithm", "name"))
     algorithm = module.build(plugins.options(module, choice.options, loaded.where("algorithm", "options")))
-    if rollout.num_samples == 1 and not any(algorithm.advantages([reward])[0] for reward in (0.0, 1.0)):
+    has_teacher = bool(algorithm.needs & {"teacher", "divergence"})
+    if rollout.num_samples == 1 and not has_teacher and not any(algorithm.advantages([r])[0] for r in (0.0, 1.0)):
         place = loaded.where("rollout", "num_samples")
         warnings.append(f"{place} is 1: {choice.name} compares the answers to one prompt, so nothing will be learned")
     if rollout.sampling.top_p < 1.0 or rollout.sampling.top_k > 0:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from runtime.errors import EXIT_CODES, ConfigError
+from runtime.errors import EXIT_CODES, TRY_LATER, ConfigError, TryLater
 
 _EPILOG = """\
 examples:
@@ -20,7 +20,8 @@ examples:
 
 RUN is a run folder, the beginning of a run's name or id, or nothing for the newest run in --runs (runs/).
 Exit codes: 0 done, 2 something to fix in the config or command, 10 preempted or cancelled, 11 timeout, 12 node failed,
-13 peer lost, 14 engine lost, 15 out of memory, 1 bug. `python -m launcher COMMAND --help` has examples too.
+13 peer lost, 14 engine lost, 15 out of memory, 75 Slurm does not answer: try later, 1 bug.
+`python -m launcher COMMAND --help` has examples too.
 """
 
 _SUBMIT = """\
@@ -28,7 +29,7 @@ examples:
   python -m launcher submit configs/quickstart.yaml
   python -m launcher submit run.yaml --set seed=1 --set data.0.path=other.jsonl
   python -m launcher submit run.yaml --detach          (then: status, logs -f, cancel)
-  python -m launcher submit run.yaml --dry-run         (checks everything, starts nothing)
+  python -m launcher submit run.yaml --dry-run         (checks everything, asks Slurm too, starts nothing)
   python -m launcher submit run.yaml --site generic-rocm --set-site account=me --set-site time=04:00:00
 
 Ctrl-C cancels the run: it saves at the next boundary and ends, `resume` goes on with it. A second Ctrl-C kills it.
@@ -78,7 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(args)
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
-        return EXIT_CODES["config"]
+        return TRY_LATER if isinstance(e, TryLater) else EXIT_CODES["config"]
+    except KeyboardInterrupt as e:
+        print(f"interrupted: {e}" if str(e) else "interrupted", file=sys.stderr)
+        return EXIT_CODES["preempted"]
     except BrokenPipeError:  # `... | head` has read enough
         sys.stderr.close()
         return 0
@@ -121,7 +125,9 @@ def parser() -> argparse.ArgumentParser:
     submit = add("submit", "check a config, start the run, follow it", _SUBMIT)
     _add_config(submit)
     submit.add_argument("--detach", action="store_true", help="return once the run is started")
-    submit.add_argument("--dry-run", action="store_true", help="check and print the plan only")
+    submit.add_argument(
+        "--dry-run", action="store_true", help="check, print the plan, let Slurm look at the script; start nothing"
+    )
     _add_config(add("plan", "print nodes, ranks, roles and the exact command of a run; change nothing", _PLAN))
     _add_config(add("run", "train here and now, inside a Slurm job or allocation of yours", _RUN))
 

@@ -5,21 +5,24 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from launcher import check, plan, processes, progress, runs, script, show, site, supervisor
+from launcher import allocation, check, plan, processes, progress, runs, script, show, supervisor
+from launcher import site as machine
 from launcher import submit as job
+from launcher.refusals import Refused
 from launcher.states import States, report_of
 from runtime.config import RunConfig, SiteConfig
-from runtime.errors import EXIT_CODES, ConfigError
-from runtime.load import Loaded, dump, load_site, read_run
+from runtime.errors import EXIT_CODES, ConfigError, TryLater
+from runtime.load import Loaded, LoadedSite, dump, read_run, read_site
 
 RESUMABLE: Final = ("num_steps", "evaluation", "tracking", "cluster", "staleness", "limits", "checkpoint")
 """Sections a resume may change: they alter no batch that was already trained."""
@@ -28,25 +31,32 @@ KILL_LIMIT_S: Final = 30.0
 """For the supervisor to sweep up after a second signal."""
 
 
+class Withdrawn(KeyboardInterrupt):
+    """Ctrl-C ended a submission before it was known to have started anything."""
+
+
 def submit(args: argparse.Namespace) -> int:
-    loaded, where = _prepare(args)
-    config = loaded.config
+    loaded, site = _prepare(args)
+    config, where = loaded.config, site.config
     if args.dry_run:
         print(_described(config, where))
-        job.try_out(_script(config, where, Path(config.runs_dir) / "RUN"), where)
+    said = _try_out(loaded, site)
+    if args.dry_run:
+        if said:
+            print(f"\nSlurm would run the job: {said}")
         return 0
-    run = runs.create(config, where)
-    _write_script(run, config, where)
+    run = runs.create(config, where, loaded.where("runs_dir"))
     try:
-        return _launch(run, config, where, args.detach)
-    except job.Refused:
-        shutil.rmtree(run)  # nothing ran in it
+        _write_script(run, config, where)
+        return _launch(run, loaded, site, args.detach)
+    except (Refused, Withdrawn):
+        runs.remove(run)  # nothing ran in it
         raise
 
 
 def show_plan(args: argparse.Namespace) -> int:
-    loaded, where = _prepare(args)
-    print(_described(loaded.config, where))
+    loaded, site = _prepare(args)
+    print(_described(loaded.config, site.config))
     return 0
 
 
@@ -55,14 +65,16 @@ def run_here(args: argparse.Namespace) -> int:
     number = os.environ.get("SLURM_JOB_ID", "")
     if not number:
         raise ConfigError("SLURM_JOB_ID", "is not set: this is no Slurm job", "use `submit`, or sbatch or salloc first")
-    loaded, where = _prepare(args)
-    config = loaded.config
+    loaded, site = _prepare(args)
+    config, where = loaded.config, site.config
     if where.scheduler != "slurm":
         raise ConfigError(f"site {where.name}", "has no scheduler", "name a Slurm site with --site")
+    for warning in allocation.check(loaded, site, os.environ):
+        print(f"warning: {warning}", file=sys.stderr)
     mine = [run for run in runs.all_runs(Path(config.runs_dir)) if runs.job_id(run) == number]
     run = next((run for run in mine if runs.read_status(run).state not in runs.FINAL), None)
     if run is None:
-        run = runs.create(config, where)
+        run = runs.create(config, where, loaded.where("runs_dir"))
         _write_script(run, config, where)
     print(f"run folder: {run}", flush=True)
     code = supervisor.main(str(run))
@@ -74,9 +86,11 @@ def resume(args: argparse.Namespace) -> int:
     run = runs.find(args.run, Path(args.runs))
     state = States().of(run)
     if state not in (*runs.FINAL, "died"):
-        raise ConfigError(run.name, f"is {state}", f"`python -m launcher cancel {run.name}` stops it first")
+        going = "it will start by itself" if state == "queued" else "it is under way"
+        stops = f"`python -m launcher cancel{runs.called(run)}` stops it"
+        raise ConfigError(run.name, f"is {state}", f"{going}; to change something, {stops} first")
     args.config, args.site = str(run / "config.yaml"), str(run / "site.yaml")
-    loaded, where = _prepare(args)
+    loaded, site = _prepare(args)
     old = read_run(run / "config.yaml").config
     if not args.accept_changes:
         _refuse_changes(old, loaded.config)
@@ -84,11 +98,17 @@ def resume(args: argparse.Namespace) -> int:
     if done >= loaded.config.num_steps and _is_done(run):
         fix = f"--set num_steps={done + 50} goes on"
         raise ConfigError(run.name, f"has done all its {done} steps", fix)
+    _try_out(loaded, site)
     (run / runs.CANCEL_MARK).unlink(missing_ok=True)
-    runs.write_config(run, loaded.config, where)
-    _write_script(run, loaded.config, where)
+    runs.write_config(run, loaded.config, site.config)
+    _write_script(run, loaded.config, site.config)
+    before = runs.read_status(run)
     runs.write_status(run, runs.Status(state="queued", attempt=runs.last_attempt(run)))
-    return _launch(run, loaded.config, where, args.detach)
+    try:
+        return _launch(run, loaded, site, args.detach)
+    except (Refused, TryLater):
+        runs.write_status(run, before)
+        raise
 
 
 def cancel(args: argparse.Namespace) -> int:
@@ -98,9 +118,16 @@ def cancel(args: argparse.Namespace) -> int:
         print(f"{run.name} is not running: {state}")
         return 0
     limit_s = read_run(run / "config.yaml").config.limits.stop_s
-    print(f"{run.name}: asking it to save and end; after {limit_s:.0f} s it is killed", flush=True)
+    if state == "queued":
+        print(f"{run.name}: taking it out of the queue", flush=True)
+    elif runs.cancel_asked(run) and state != "died":
+        print(f"{run.name}: it was asked to end before, so now it is killed", flush=True)
+    else:
+        print(f"{run.name}: asking it to save and end; after {limit_s:.0f} s it is killed", flush=True)
     stop(run, state, limit_s + supervisor.END_LIMIT_S + supervisor.PLOT_LIMIT_S)
-    print(f"{run.name}: {States().of(run)}; `python -m launcher resume {run.name}` goes on with it")
+    states = States()
+    state, report = states.of(run), report_of(run, states.job(run), "cancelled")
+    print(f"{run.name}: {state}; {show.advice(run, report.kind if report else 'preempted')}")
     return 0
 
 
@@ -114,9 +141,12 @@ def stop(run: Path, state: str, limit_s: float) -> None:
         else:
             processes.signal_process(runs.read_status(run).pid, signal.SIGKILL)
         _wait_gone(run, KILL_LIMIT_S)
-    status = runs.read_status(run)
+    status, attempt = runs.read_status(run), runs.last_attempt(run)
     if status.state not in runs.FINAL:
         runs.write_status(run, msgspec.structs.replace(status, state="cancelled", cancelled=True))
+        if attempt >= 0 and runs.read_report(run, attempt) is None:
+            killed = runs.Report(kind="preempted", message="cancelled; it was killed before it could save")
+            runs.write_report(run, attempt, killed)
 
 
 def ask_to_stop(run: Path, state: str) -> None:
@@ -138,18 +168,18 @@ def _wait_gone(run: Path, limit_s: float) -> bool:
     return True
 
 
-def _prepare(args: argparse.Namespace) -> tuple[Loaded, SiteConfig]:
+def _prepare(args: argparse.Namespace) -> tuple[Loaded, LoadedSite]:
     """Load and check everything that can be checked before anything is started; warnings go to stderr."""
     loaded = read_run(args.config, args.overrides)
-    where = load_site(args.site or loaded.config.site, args.site_overrides)
-    for warning in check.everything(loaded, where):
+    site = read_site(args.site or loaded.config.site, args.site_overrides)
+    for warning in check.everything(loaded, site.config):
         print(f"warning: {warning}", file=sys.stderr)
-    return loaded, where
+    return loaded, site
 
 
 def _described(config: RunConfig, where: SiteConfig) -> str:
     run = Path(config.runs_dir) / "RUN"
-    planned = plan.make(config, where, run, 0, site.machine(where))
+    planned = plan.make(config, where, run, 0, machine.machine(where))
     return plan.describe(planned, config, where, _script(config, where, run))
 
 
@@ -158,34 +188,95 @@ def _script(config: RunConfig, where: SiteConfig, run: Path) -> str:
     return job.render(script.make(config, where, run, sys.executable), run) if where.scheduler == "slurm" else ""
 
 
+def _try_out(loaded: Loaded, site: LoadedSite) -> str:
+    """What Slurm says of the job; empty without one. A job that could never run is queued for ever by some Slurms.
+
+    Raises:
+        ConfigError: it could not run.
+    """
+    if site.config.scheduler != "slurm":
+        return ""
+    said = job.try_out(_script(loaded.config, site.config, Path(loaded.config.runs_dir) / "RUN"), loaded, site)
+    if said.startswith(job.NOT_YET):
+        print(f"warning: Slurm would run the job {said}", file=sys.stderr)
+    return said
+
+
 def _write_script(run: Path, config: RunConfig, where: SiteConfig) -> None:
     if text := _script(config, where, run):
         runs.write_atomic(run / runs.SCRIPT, text.encode())
 
 
-def _launch(run: Path, config: RunConfig, where: SiteConfig, detach: bool) -> int:
-    began, states = time.time(), States()
-    job.start(run, where)
+@contextmanager
+def _held_interrupts() -> Iterator[list[str]]:
+    """A first Ctrl-C is kept until the block ends, a second one is not; yields those that came."""
+    came: list[str] = []
+
+    def hold(*_: object) -> None:
+        if came:
+            raise KeyboardInterrupt
+        came.append("Ctrl-C")
+        print(
+            "interrupted: waiting for the answer, to cancel what was started; Ctrl-C again waits no longer", flush=True
+        )
+
+    before = signal.signal(signal.SIGINT, hold)
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _launch(run: Path, loaded: Loaded, site: LoadedSite, detach: bool) -> int:
+    began, states, before = time.time(), States(), runs.job_id(run)
+    try:
+        with _held_interrupts() as interrupts:
+            job.start(run, loaded, site)
+    except KeyboardInterrupt:
+        interrupts = ["twice"]
+        _withdraw(run, site.config, before)
     print(f"run folder: {run}" + (f", job {number}" if (number := runs.job_id(run)) else ""), flush=True)
-    if detach:
-        print(f"follow it with: python -m launcher logs -f {run}    or: python -m launcher status {run}")
+    if interrupts:
+        stop(run, states.of(run), loaded.config.limits.stop_s)
+    elif detach:
+        named = runs.called(run)
+        print(f"follow it with: python -m launcher logs -f{named}    or: python -m launcher status{named}")
         return 0
-    with progress.open_view(sys.stdout.isatty()) as view:
-        view.note("Ctrl-C cancels the run; --detach would leave it running in the background")
-        state = _follow(run, config.num_steps, view, states, began)
-    job_now = states.job(run)
-    report = report_of(run, job_now)
+    else:
+        with progress.open_view(sys.stdout.isatty()) as view:
+            view.note("Ctrl-C cancels the run; --detach would leave it running in the background")
+            _follow(run, loaded.config.num_steps, view, states, began)
+    state, job_now = states.of(run), states.job(run)
+    report = report_of(run, job_now, state)
     print(show.outcome(run, state, job_now))
     return EXIT_CODES.get(report.kind, 1) if report and state != "died" else EXIT_CODES["bug"]
 
 
-def _follow(run: Path, num_steps: int, view: progress.View, states: States, began: float) -> str:
+def _withdraw(run: Path, where: SiteConfig, before: str) -> None:
+    """After a submission that nobody waited for: note the job that came of it. `before`: the run's last one.
+
+    Raises:
+        Withdrawn: nothing is known of one.
+    """
+    (run / runs.CANCEL_MARK).touch()  # a job that comes later ends at once
+    number = job.find(run, before) if where.scheduler == "slurm" else ""
+    if number:
+        (run / runs.JOB_ID).write_text(number)
+    elif where.scheduler == "slurm":
+        runs.write_status(run, msgspec.structs.replace(runs.read_status(run), state="cancelled", cancelled=True))
+        raise Withdrawn("nothing was queued, as far as Slurm says")
+
+
+def _follow(run: Path, num_steps: int, view: progress.View, states: States, began: float) -> None:
     """Follow; each Ctrl-C passes one order to stop to the supervisor."""
+    told = 0
     while True:
         try:
-            return progress.follow(run, num_steps, view, states, began)
+            progress.follow(run, num_steps, view, states, began)
+            return
         except KeyboardInterrupt:
-            view.note("stopping: the run saves and ends; Ctrl-C again kills it")
+            told += 1
+            view.note("killing the run" if told > 1 else "stopping: the run saves and ends; Ctrl-C again kills it")
             ask_to_stop(run, states.of(run))
             began = time.time()
 

@@ -129,6 +129,21 @@ def check_model(path: str, where: str) -> None:
     Raises:
         ConfigError: something of it is missing or broken.
     """
+    check_weights(path, where)
+    folder = Path(path)
+    tokenizer = {name: _read_json(folder / name, where) for name in TOKENIZER_FILES}
+    template = tokenizer["tokenizer_config.json"].get("chat_template") or (folder / "chat_template.jinja").exists()
+    if not template:
+        fix = "save the tokenizer with one; prompts are chat messages"
+        raise ConfigError(where, f"the tokenizer in {path} has no chat template", fix)
+
+
+def check_weights(path: str, where: str) -> dict[str, Any]:
+    """A Hugging Face folder with a config, which is returned, and weights.
+
+    Raises:
+        ConfigError: something of it is missing or broken.
+    """
     folder = Path(path)
     if not folder.is_dir():
         kind = "is a file, not a folder" if folder.exists() else "does not exist"
@@ -153,11 +168,7 @@ def check_model(path: str, where: str) -> None:
         raise ConfigError(where, f"{path} holds no weights (*.safetensors)", "copy or convert the model's weights")
     for file in weights:
         _check_safetensors(file, where)
-    tokenizer = {name: _read_json(folder / name, where) for name in TOKENIZER_FILES}
-    template = tokenizer["tokenizer_config.json"].get("chat_template") or (folder / "chat_template.jinja").exists()
-    if not template:
-        fix = "save the tokenizer with one; prompts are chat messages"
-        raise ConfigError(where, f"the tokenizer in {path} has no chat template", fix)
+    return config
 
 
 def _read_json(file: Path, where: str) -> dict[str, Any]:

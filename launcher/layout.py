@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,21 +31,30 @@ def check(loaded: Loaded, trainers: Sequence[int]) -> None:
     Raises:
         ConfigError: the trainer has no such sizes, or the ranks, the model's family or the model cannot be cut so.
     """
-    trainer = loaded.config.trainer
-    if trainer.kind != "megatron":
+    if loaded.config.trainer.kind != "megatron":
         _check_uncut(loaded)
         return
-    model = json.loads(Path(loaded.config.models.policy.path, "config.json").read_bytes())
+    models = loaded.config.models
+    for given in (models.policy, models.critic, models.reference, models.teacher):
+        if given is not None:
+            _check_cut(loaded, given.path, trainers)
+
+
+def _check_cut(loaded: Loaded, path: str, trainers: Sequence[int]) -> None:
+    """All models are cut alike."""
+    parallel = loaded.config.trainer.parallel
+    model = json.loads(Path(path, "config.json").read_bytes())
     known = plugins.files(FAMILIES)
     if model["model_type"] not in known:
-        problem = f"'megatron' has no table for models of type {model['model_type']!r}"
+        lacking = importlib.import_module(f"{FAMILIES}._missing").lacking(model["model_type"])
+        problem = f"'megatron' cannot train models of type {model['model_type']!r}: {lacking}"
         fix = f"write trainer.kind: fsdp, or use a model of one of: {', '.join(known)}"
         raise ConfigError(loaded.where("trainer", "kind"), problem, fix)
     sizes = {words: int(model[key]) for key, words in SIZES.items() if model.get(key)}
     num_experts = next((int(model[key]) for key in EXPERTS if model.get(key)), 0)
     try:
-        topology.leaders(trainers, trainer.parallel)
-        topology.check_cut(trainer.parallel, sizes, model.get("num_hidden_layers"), num_experts)
+        topology.leaders(trainers, parallel)
+        topology.check_cut(parallel, sizes, model.get("num_hidden_layers"), num_experts)
     except ConfigError as e:
         raise ConfigError(loaded.where(*e.where.split(".")), e.problem, e.fix) from None
 

@@ -17,10 +17,17 @@ POLL_S: Final = 0.3
 
 def logs(args: argparse.Namespace) -> int:
     run = runs.find(args.run, Path(args.runs))
-    attempt = runs.last_attempt(run) if args.attempt is None else args.attempt
+    last = runs.last_attempt(run)
+    attempt = last if args.attempt is None else args.attempt
+    if args.attempt is not None and not runs.attempt_dir(run, attempt).is_dir():
+        have = f"it has attempts 0 to {last}" if last >= 0 else "it has none yet"
+        raise ConfigError(f"--attempt {attempt}", f"{run.name} has no such attempt", have)
     pattern = _pattern(args)
     files = _files(run, attempt, pattern)
     if not files and not args.follow:
+        if last < 0:
+            fix = f"`python -m launcher status{runs.called(run)}` says what it waits for, `logs -f` waits with it"
+            raise ConfigError(run.name, "has no logs: it has not begun", fix)
         have = ", ".join(f.name for f in _files(run, attempt, "*.log")) or "none"
         raise ConfigError(f"{run.name}, attempt {attempt}", f"no log {pattern}", f"logs there: {have}")
     for file in files:
@@ -48,6 +55,8 @@ def _files(run: Path, attempt: int, pattern: str) -> list[Path]:
 def _follow(run: Path, attempt: int | None, pattern: str, offsets: dict[Path, int]) -> None:
     """Print what is added, each line with its file's name, until the run ends. `attempt` None: also of new attempts."""
     states = States()
+    if not offsets:
+        print(f"waiting for the first logs of {run.name}, which is {states.of(run)}", flush=True)
     while True:
         state = states.of(run)
         for file in _files(run, runs.last_attempt(run) if attempt is None else attempt, pattern):

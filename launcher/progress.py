@@ -90,25 +90,36 @@ def follow(run: Path, num_steps: int, view: View, states: States, since: float =
         since: steps before this time are taken in but not shown; nor is a step shown twice after a restart.
     """
     lines, progress, said, shown = runs.metrics(run), Progress(num_steps), "", since
+    attempt = runs.last_attempt(run) + 1
     while True:
         state = states.of(run)
+        over = state in (*runs.FINAL, "died")
         for line in lines.new():
             step = progress.add(line)
             if step is not None and float(line.get("time", 0.0)) > shown:
                 view.step(progress.cells(step))
                 shown = float(line["time"])
+        if not over and (report := runs.read_report(run, attempt)):
+            view.note(
+                f"[{_clock()}] attempt {attempt} ended: {report.kind}: {(report.message.splitlines() or [''])[0]}"
+            )
+            attempt += 1
         status = runs.read_status(run)
         text = f"{state}, attempt {status.attempt}" if status.attempt >= 0 else state
         if state == "queued" and (job := states.job(run)):
-            text += f", job {runs.job_id(run)} ({job.reason})"
+            text += f", job {runs.job_id(run)}" + (f" ({job.reason})" if job.reason not in ("", "None") else "")
         if states.trouble:
             text += "; Slurm does not answer"
         if text != said:
-            view.note(f"[{time.strftime('%H:%M:%S')}] {text}")
+            view.note(f"[{_clock()}] {text}")
             said = text
-        if state in runs.FINAL or state == "died":
+        if over:
             return state
         time.sleep(POLL_S)
+
+
+def _clock() -> str:
+    return time.strftime("%H:%M:%S")
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ State = Literal["queued", "starting", "running", "ending", "ended", "failed", "c
 FINAL: Final = ("ended", "failed", "cancelled")
 SCRIPT: Final = "script.sbatch"
 JOB_ID: Final = "job/id"
+DEFAULT_DIR: Final = Path("runs")
 CANCEL_MARK: Final = "cancel"
 """File that says the end was asked for with `cancel`; a resume removes it."""
 
@@ -65,8 +67,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     updated: float = 0.0
 
 
-def create(config: RunConfig, site: SiteConfig) -> Path:
-    """A new run folder, queued.
+def create(config: RunConfig, site: SiteConfig, where: str = "runs_dir") -> Path:
+    """A new run folder, queued. `where`: the place of `runs_dir` in the config.
 
     Raises:
         ConfigError: it cannot be made.
@@ -79,10 +81,16 @@ def create(config: RunConfig, site: SiteConfig) -> Path:
             (run / folder).mkdir()
         (run / "secrets").mkdir(mode=0o700)
     except OSError as e:
-        raise ConfigError("runs_dir", f"cannot make {run}: {e.strerror}", "choose a folder you can write to") from e
+        raise ConfigError(where, f"cannot make {run}: {e.strerror}", "choose a folder you can write to") from e
     write_config(run, config, site)
     write_status(run, Status(state="queued"))
     return run
+
+
+def remove(run: Path) -> None:
+    """Delete a run folder in which nothing ran; first what others find it by."""
+    (run / "status.json").unlink(missing_ok=True)
+    shutil.rmtree(run)
 
 
 def write_config(run: Path, config: RunConfig, site: SiteConfig) -> None:
@@ -142,9 +150,34 @@ def job_id(run: Path) -> str:
 
 
 def all_runs(runs_dir: Path) -> list[Path]:
-    """Run folders, newest first."""
+    """Run folders, newest first; also those that cannot be read."""
     folders = [p.parent for p in runs_dir.glob("*/status.json")]
-    return sorted(folders, key=lambda p: ((p / "config.yaml").stat().st_ctime, p.name), reverse=True)
+    return sorted(folders, key=lambda p: (_made(p), p.name), reverse=True)
+
+
+def _made(run: Path) -> float:
+    try:
+        return (run / "config.yaml").stat().st_ctime
+    except OSError:  # it lacks its config, or is just being deleted
+        return 0.0
+
+
+def is_readable(run: Path) -> bool:
+    """Whether it says what it is and does."""
+    try:
+        read_status(run)
+    except ConfigError:
+        return False
+    return (run / "config.yaml").is_file()
+
+
+def called(run: Path) -> str:
+    """How a command names the run, with the space before: not at all, or by the folder's name, or by its path."""
+    there = all_runs(DEFAULT_DIR.absolute())
+    if run.absolute() not in there:
+        return f" {run}"
+    newest = next((other for other in there if is_readable(other)), None)
+    return "" if run.absolute() == newest else f" {run.name}"
 
 
 def find(name: str, runs_dir: Path) -> Path:
@@ -159,11 +192,12 @@ def find(name: str, runs_dir: Path) -> Path:
     if not runs:
         raise ConfigError(f"RUN {name}".strip(), f"there are no runs in {runs_dir}", "use --runs, or give a run folder")
     if not name:
-        return runs[0]
-    exact = [run for run in runs if run.name == name]
+        return next((run for run in runs if is_readable(run)), runs[0])
+    exact = [run for run in runs if run.name == name] or [run for run in runs if read_name(run) == name]
     found = exact or [run for run in runs if run.name.startswith(name) or run_id(run).startswith(name)]
     if not found:
-        fix = near_match(name, [run.name for run in runs]) + "`python -m launcher status all` lists them"
+        of = "" if runs_dir == DEFAULT_DIR else f" --runs {runs_dir}"
+        fix = near_match(name, [run.name for run in runs]) + f"`python -m launcher status all{of}` lists them"
         raise ConfigError(f"RUN {name}", f"no such run in {runs_dir}", fix)
     names = {read_name(run) for run in found}
     if len(found) > 1 and not (len(names) == 1 and name in names):
@@ -195,6 +229,13 @@ def read_report(run: Path, attempt: int) -> Report | None:
         return msgspec.json.decode((attempt_dir(run, attempt) / "report.json").read_bytes(), type=Report)
     except (FileNotFoundError, msgspec.DecodeError):
         return None
+
+
+def write_report(run: Path, attempt: int, report: Report) -> Report:
+    """Write the exit report of an attempt; returns it with the time and the last step."""
+    report = msgspec.structs.replace(report, time=time.time(), step=last_step(run))
+    write_atomic(attempt_dir(run, attempt) / "report.json", msgspec.json.encode(report))
+    return report
 
 
 class JsonLines:

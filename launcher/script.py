@@ -13,7 +13,7 @@ import msgspec
 
 from launcher import plan, srun
 from runtime import topology
-from runtime.config import RunConfig, SiteConfig
+from runtime.config import RunConfig, SiteConfig, Slurm
 
 EXPORTED: Final = "HOME,USER,LOGNAME,SHELL,PATH,LANG,LD_LIBRARY_PATH,MODULEPATH,MODULESHOME,LMOD_CMD,TMPDIR"
 """What a job inherits of the submitting shell. A list, because Slurm stores it and may show it to others: tokens in
@@ -54,12 +54,25 @@ def make(config: RunConfig, site: SiteConfig, run: Path, python: str) -> Script:
     for argument in (*srun.gpu_request(slurm, site.gpus_per_node, step=False), *slurm.sbatch_args):
         name, equals, value = argument.removeprefix("--").partition("=")
         options[name] = value if equals else True
+    path = f"export PYTHONPATH={shlex.quote(str(plan.PROJECT))}"
+    supervisor = f"exec {shlex.quote(python)} -m launcher.supervisor {shlex.quote(str(run))}"
     return Script(
         job_name=config.name,
         options=options,
-        setup=(*_modules(slurm.modules), *slurm.setup, f"export PYTHONPATH={shlex.quote(str(plan.PROJECT))}"),
-        command=f"exec {shlex.quote(python)} -m launcher.supervisor {shlex.quote(str(run))}",
+        setup=(*_setup(slurm, f"{path}; {supervisor}"), path),
+        command=supervisor,
     )
+
+
+def asked(config: RunConfig, site: SiteConfig) -> str:
+    """The size of a run's job, for people."""
+    slurm, gpus = site.slurm, srun.gpu_request(site.slurm, site.gpus_per_node, step=False)
+    nodes = f"{topology.num_nodes(config.cluster)} nodes" + (
+        f" of partition {slurm.partition}" if slurm.partition else ""
+    )
+    cpus = f"{slurm.cpus_per_node} CPUs" if slurm.cpus_per_node else "all CPUs"
+    memory = "all memory" if slurm.memory == "0" else f"{slurm.memory} of memory"
+    return f"{nodes}, each with {', '.join([*gpus, cpus, memory])}"
 
 
 def early_s(config: RunConfig) -> int:
@@ -67,8 +80,15 @@ def early_s(config: RunConfig) -> int:
     return round(config.limits.stop_s) + EARLY_MARGIN_S
 
 
-def _modules(modules: tuple[str, ...]) -> list[str]:
-    if not modules:
+def _setup(slurm: Slurm, supervisor: str) -> list[str]:
+    """The site's own lines; one that fails ends the job with a report that names it."""
+    if not (slurm.modules or slurm.setup):
         return []
-    # a batch shell is no login shell, so the command may not be defined yet
-    return ["command -v module >/dev/null || source /etc/profile", f"module load {shlex.join(modules)}"]
+    lines = [f'failed() {{ {supervisor} "$1"; }}']
+    if slurm.modules:
+        # a batch shell is no login shell, so the command may not be defined yet
+        lines.append("command -v module >/dev/null || source /etc/profile")
+    lines += [f"module load {shlex.quote(m)} || failed {shlex.quote(f'slurm.modules: {m}')}" for m in slurm.modules]
+    for line in slurm.setup:  # it may be a part of a longer construct, or end in a comment
+        lines += [line, f"(($? == 0)) || failed {shlex.quote(f'slurm.setup: {line.strip()}')}"]
+    return lines

@@ -11,23 +11,23 @@ from typing import Any, Final
 from launcher import runs, slurm
 from launcher.progress import Progress, duration
 from launcher.progress import number as shown
-from launcher.states import States, report_of
+from launcher.states import UNREADABLE, States, report_of
 from runtime.errors import ConfigError
 from runtime.load import load_run
 
 ADVICE: Final = {
-    "done": "look at reward.png and `python -m launcher samples`; the trained model is in hf/",
-    "preempted": "`python -m launcher resume` goes on from the last checkpoint",
-    "timeout": "`python -m launcher resume` goes on from the last checkpoint",
-    "node_failed": "`python -m launcher resume` once the node is back or replaced",
-    "peer_lost": "see `python -m launcher logs`; then `python -m launcher resume` goes on from the last checkpoint",
-    "engine_lost": "see the engine's log (`python -m launcher logs --engine 0`); lower its memory use, then resume",
+    "done": "look at reward.png and `python -m launcher samples{run}`{model}",
+    "preempted": "`python -m launcher resume{run}` {goes_on}",
+    "timeout": "`python -m launcher resume{run}` {goes_on}",
+    "node_failed": "`python -m launcher resume{run}` once the node is back or replaced: it {goes_on}",
+    "peer_lost": "see `python -m launcher logs{run}`; then `python -m launcher resume{run}` {goes_on}",
+    "engine_lost": "see the engine's log (`python -m launcher logs{run} --engine 0`); lower its memory use, resume",
     "config": "change what the message names, then resume, or submit again",
     "out_of_memory": "lower trainer.max_tokens or rollout.max_concurrent, or use more devices; then submit again",
-    "bug": "see `python -m launcher logs`; please report it with that log and the run's config.yaml",
-    "died": "the supervisor was killed without a word (reboot? SIGKILL?); `python -m launcher resume` goes on",
+    "bug": "see `python -m launcher logs{run}`; please report it with that log and the run's config.yaml",
+    "died": "the supervisor was killed without a word (reboot? SIGKILL?); `python -m launcher resume{run}` {goes_on}",
 }
-"""One line for each kind of exit report."""
+"""One line for each kind of exit report; `advice` fills it in."""
 
 SAMPLE_RULE: Final = "-" * 80
 
@@ -58,7 +58,14 @@ def _list(found: list[Path]) -> None:
     states = States()
     by_run = states.all(found)
     for run in found:
-        progress, last = _progress(run)
+        try:
+            progress, last = _progress(run)
+        except (ConfigError, OSError):
+            by_run[run], progress, last = UNREADABLE, Progress(0), {}
+        if by_run[run] == UNREADABLE:
+            if (run / "status.json").exists():  # else it was deleted meanwhile
+                print(f"{run.name:<44} {UNREADABLE:<10} {'-':>9} {'-':>7}  {_age(run)}")
+            continue
         step = f"{progress.step}/{progress.num_steps}"
         print(f"{run.name:<44} {by_run[run]:<10} {step:>9} {shown(last.get('reward'), '.3f'):>7}  {_age(run)}")
 
@@ -91,22 +98,35 @@ def _job_words(states: States, run: Path, state: str) -> str:
         return f" (Slurm does not answer, so this is what the run said last: {states.trouble})"
     if job is None or state in runs.FINAL:
         return ""
+    if job.phase == "over":
+        return f", {job.state.lower()}" + (f" on {job.nodes}" if job.nodes else "")
     if job.phase == "queued":
-        return f", waits: {job.reason}" + (f", expected to start {job.starts}" if job.starts[:1].isdigit() else "")
+        why = job.reason if job.reason not in ("", "None") else "Slurm has not looked at it yet"
+        return f", waits: {why}" + (f", expected to start {job.starts}" if job.starts[:1].isdigit() else "")
     left = f", {duration(job.seconds_left)} of its walltime left" if job.seconds_left is not None else ""
     return f", {job.state.lower()} on {job.nodes}{left}"
 
 
 def _ending(run: Path, state: str, job: slurm.Job | None) -> str:
     """The exit report of the newest attempt, and what to do."""
-    report = report_of(run, job)
+    report = report_of(run, job, state)
     if state == "died" or report is None:
         report_lines = [] if report is None else [f"before   {report.kind}: {report.message}"]
         kind = "died" if state == "died" else "bug"
     else:
         at = "".join(f", {k} {v}" for k, v in (("rank", report.rank), ("step", report.step)) if v is not None)
         report_lines, kind = [f"report   {report.kind}{at}: {report.message}"], report.kind
-    return "\n".join([*report_lines, f"advice   {ADVICE.get(kind, ADVICE['bug'])}"])
+    return "\n".join([*report_lines, f"advice   {advice(run, kind)}"])
+
+
+def advice(run: Path, kind: str) -> str:
+    """What to do about a kind of end, in words that fit this run."""
+    if any((run / "checkpoints").glob("step-*/COMPLETE")):
+        goes_on = "goes on from the last checkpoint"
+    else:
+        goes_on = "starts it from the beginning" if runs.last_attempt(run) >= 0 else "queues it again"
+    model = "; the trained model is in hf/" if any((run / "hf").glob("step-*")) else ""
+    return ADVICE.get(kind, ADVICE["bug"]).format(run=runs.called(run), goes_on=goes_on, model=model)
 
 
 def outcome(run: Path, state: str, job: slurm.Job | None = None) -> str:
@@ -121,7 +141,7 @@ def outcome(run: Path, state: str, job: slurm.Job | None = None) -> str:
     if exported := sorted((run / "hf").glob("step-*")):
         lines.append(f"model    {exported[-1]}")
     if any((run / "samples").glob("step-*.jsonl")):
-        lines.append(f"samples  python -m launcher samples {run.name}")
+        lines.append(f"samples  python -m launcher samples {runs.called(run).strip() or run.name}")
     return "\n".join(lines)
 
 

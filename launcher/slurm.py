@@ -16,6 +16,11 @@ import msgspec
 CALL_LIMIT_S: Final = 20.0
 """A controller that is down keeps commands waiting for minutes."""
 
+SUBMIT_LIMIT_S: Final = 60.0
+
+_THERE: Final = ("idle", "mix", "alloc", "comp", "plnd", "resv")
+"""How sinfo begins the states of nodes that take jobs, now or in a while."""
+
 Phase = Literal["queued", "running", "ending", "over"]
 
 _PHASES: Final[dict[str, Phase]] = {
@@ -43,6 +48,14 @@ class SchedulerDown(Exception):
 
 class NoAnswer(SchedulerDown):
     """It did not answer in time: what it was asked to do may have been done."""
+
+
+class Away(SchedulerDown):
+    """The controller could not be reached: nothing was done."""
+
+
+_AWAY: Final = re.compile("unable to contact slurm controller|unable to establish|connection refused", re.IGNORECASE)
+_LATE: Final = re.compile("timed out|zero bytes were transmitted", re.IGNORECASE)
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,17 +87,31 @@ def call(*argv: str, limit_s: float = CALL_LIMIT_S) -> str:
     """Output of one of Slurm's commands.
 
     Raises:
-        SchedulerDown: it failed; NoAnswer, if it did not answer.
+        SchedulerDown: it failed; NoAnswer, if it did not answer; Away, if there was nobody to ask.
     """
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=limit_s, check=False)
+    return _call(argv, limit_s).stdout
+
+
+def _call(argv: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[str]:
+    try:  # in a session of its own: a terminal's Ctrl-C would end sbatch while its job is being taken
+        done = subprocess.run(
+            argv, capture_output=True, text=True, timeout=limit_s, check=False, start_new_session=True
+        )
     except subprocess.TimeoutExpired as e:
         raise NoAnswer(f"{argv[0]} gave no answer within {limit_s:.0f} s") from e
     except OSError as e:
-        raise SchedulerDown(f"{argv[0]}: {e}") from e
+        raise SchedulerDown(f"{argv[0]}: {e.strerror}") from e
     if done.returncode != 0:
-        raise SchedulerDown(f"{argv[0]}: {done.stderr.strip() or f'exit code {done.returncode}'}")
-    return done.stdout
+        words = _words(argv[0], done.stderr) or f"exit code {done.returncode}"
+        kind = Away if _AWAY.search(words) else NoAnswer if _LATE.search(words) else SchedulerDown
+        raise kind(f"{argv[0]}: {words}")
+    return done
+
+
+def _words(name: str, stderr: str) -> str:
+    """What a command said, in one line."""
+    lines = (line.strip().removeprefix(f"{name}: ").removeprefix("error: ") for line in stderr.splitlines())
+    return "; ".join(line for line in lines if line and not line.startswith("Try "))
 
 
 def jobs(ids: Collection[str]) -> dict[str, Job]:
@@ -146,7 +173,47 @@ def submit(script: str, options: Sequence[str] = ()) -> str:
     Raises:
         SchedulerDown: sbatch refused; the message is what it said.
     """
-    return call("sbatch", "--parsable", *options, script, limit_s=60.0).strip().partition(";")[0]
+    return call("sbatch", "--parsable", *options, script, limit_s=SUBMIT_LIMIT_S).strip().partition(";")[0]
+
+
+def try_out(script: str) -> str:
+    """Let Slurm look at a batch script without queueing it; what it said: when and where the job could start.
+
+    Raises:
+        SchedulerDown: it would refuse it.
+    """
+    words = _words("sbatch", _call(("sbatch", "--test-only", script), SUBMIT_LIMIT_S).stderr)
+    return re.sub(r"^Job \d+ ", "", words)  # a number that no job will have
+
+
+def number_of(script: str, but: str = "") -> str:
+    """The waiting or running job of a batch script, other than job `but`; empty: there is none.
+
+    Raises:
+        SchedulerDown: the controller does not answer.
+    """
+    for line in call("squeue", "--noheader", "--me", "--format=%i|%o").splitlines():
+        number, _, command = line.strip().partition("|")
+        if command == script and number != but:
+            return number
+    return ""
+
+
+def nodes_are_away(partition: str) -> bool:
+    """Whether nodes of a partition (of any, if it is empty) are down or drained, so that a job may only have to wait.
+
+    Raises:
+        SchedulerDown: the controller does not answer.
+    """
+    of = [f"--partition={partition}"] if partition else []
+    states = call("sinfo", "--noheader", "--format=%t", *of).split()
+    return any(state.endswith("*") or not state.startswith(_THERE) for state in states)
+
+
+def per_node(text: str) -> tuple[int, ...]:
+    """8(x2),4 -> 8, 8, 4, as Slurm writes SLURM_JOB_CPUS_PER_NODE."""
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return tuple(int(count) for count, times in found for _ in range(int(times or 1)))
 
 
 def seconds(text: str) -> float | None:

@@ -3,7 +3,8 @@
     queued -> starting -> running -> ending -> ended | failed | cancelled        died: gone without a word
 
 The supervisor's word counts while it is fresh. Slurm knows better what happened to a job whose supervisor cannot speak:
-still queued, queued again, cancelled by somebody, killed at its walltime, lost with its node.
+still queued, queued again, cancelled by somebody, killed at its walltime, lost with its node. What was killed after
+an order to stop counts as cancelled.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import Final
 
 from launcher import runs, slurm
 from launcher.runs import FINAL, Report, State, Status
+from runtime.errors import ConfigError
 
+UNREADABLE: Final = "unreadable"
 FORGOTTEN_S: Final = 90.0
 """A supervisor speaks every 30 s. A job that Slurm does not know, and that was silent for longer, is gone."""
 
@@ -38,19 +41,29 @@ class States:
         self._watch = watch or slurm.Watch()
 
     def of(self, run: Path) -> str:
-        return self.all([run])[run]
+        """
+        Raises:
+            ConfigError: its folder does not say.
+        """
+        state = self.all([run])[run]
+        if state == UNREADABLE:
+            runs.read_status(run)  # it knows best what is wrong
+            raise ConfigError(str(run), "has no config.yaml", "is this a run folder?")
+        return state
 
     def all(self, folders: Iterable[Path]) -> dict[Path, str]:
-        """The state of each, by its folder."""
+        """The state of each, by its folder; "unreadable" where it does not say one."""
         folders = list(folders)
-        statuses = {run: runs.read_status(run) for run in folders}
-        numbers = {run: number for run in folders if (number := runs.job_id(run))}
+        statuses = {run: runs.read_status(run) for run in folders if runs.is_readable(run)}
+        numbers = {run: number for run in statuses if (number := runs.job_id(run))}
         open_jobs = {number for run, number in numbers.items() if statuses[run].state not in FINAL}
         jobs = self._watch.jobs(open_jobs) if open_jobs else {}
-        return {
+        found = {
             run: self._under_slurm(status, numbers[run], jobs) if run in numbers else runs.local_state(status)
             for run, status in statuses.items()
         }
+        asked = {run for run, state in found.items() if state == "died" and runs.cancel_asked(run)}
+        return {run: "cancelled" if run in asked else found.get(run, UNREADABLE) for run in folders}
 
     def job(self, run: Path) -> slurm.Job | None:
         """What Slurm says of the job of a run; None: nothing, or it need not be asked: the run said how it ended."""
@@ -76,13 +89,32 @@ class States:
             case "running":
                 return "starting" if status.state == "queued" else status.state
             case "over":
-                return _OVER[job.state][0] if job.state in _OVER else "died"
+                return _OVER[job.state][0] if job.state in _OVER else "failed" if status.state == "queued" else "died"
 
 
-def report_of(run: Path, job: slurm.Job | None) -> Report | None:
-    """How the newest attempt ended: its own report, or what Slurm says where it left none."""
-    report = runs.read_report(run, runs.last_attempt(run))
+def report_of(run: Path, job: slurm.Job | None, state: str = "") -> Report | None:
+    """How the newest attempt ended: its own report, or what Slurm says where it left none. `state`: the run's."""
+    attempt, number = runs.last_attempt(run), runs.job_id(run)
+    report = runs.read_report(run, attempt)
+    if state == "failed" and job is not None and runs.read_status(run).state == "queued":
+        return _unstarted(run, number, job)
     if report is None and job is not None and job.state in _OVER:
-        said = f"Slurm says of job {runs.job_id(run)}: {job.state}"
+        said = f"Slurm says of job {number}: {job.state}"
         return Report(kind=_OVER[job.state][1], message=said)
+    if report is None and state == "cancelled":
+        said = "cancelled before anything ran" if attempt < 0 else "cancelled; it was killed before it could save"
+        return Report(kind="preempted", message=said)
     return report
+
+
+def _unstarted(run: Path, number: str, job: slurm.Job) -> Report:
+    """Of a job that is over and whose supervisor never spoke."""
+    said = f"job {number} ended ({job.state}) before its supervisor began"
+    log = run / "job" / f"{number}.log"
+    if log.exists():
+        last = (log.read_text(errors="replace").strip().splitlines() or ["nothing"])[-1]
+        return Report(kind="config", message=f"{said}; {log} ends with: {last[:300]}")
+    if job.state in _OVER:
+        return Report(kind=_OVER[job.state][1], message=said)
+    problem = f"{said} and left no {log.name}: the compute nodes cannot see {run.parent} (runs_dir)"
+    return Report(kind="config", message=f"{problem}; choose a folder that all nodes share")

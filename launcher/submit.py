@@ -15,35 +15,38 @@ from pathlib import Path
 from typing import Final
 
 from launcher import plan, slurm
-from launcher.runs import JOB_ID, SCRIPT
+from launcher.refusals import refused
+from launcher.runs import JOB_ID, SCRIPT, job_id
 from launcher.script import Script
-from runtime.config import SiteConfig
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, TryLater
+from runtime.load import Loaded, LoadedSite
 
 START_LIMIT_S: Final = 60.0
+AWAY_FIX: Final = "try again later; `scontrol ping` says when the controller is back"
+NOT_YET: Final = "once nodes that are down or drained are back"
 NO_LIMIT_MIN: Final = 10 * 365 * 24 * 60
 """submitit's local jobs have a time limit; a run on one's own machine has none."""
-FIX: Final = "change the site file, or --set-site partition=... and the like; `plan` prints the batch script"
 
 
-class Refused(ConfigError):
-    """Slurm takes no such job."""
-
-
-def start(run: Path, site: SiteConfig) -> None:
+def start(run: Path, loaded: Loaded, site: LoadedSite) -> None:
     """Start the supervisor of a run folder, or queue its job; it goes on when the caller ends.
 
     Raises:
-        ConfigError: it could not be started.
+        ConfigError: it could not be started; Refused, if Slurm takes no such job.
     """
-    if site.scheduler == "slurm":
+    if site.config.scheduler == "slurm":
+        before = job_id(run)
         try:
             number = slurm.submit(str(run / SCRIPT))
         except slurm.NoAnswer as e:
-            fix = f"look with squeue whether the job was taken; if not, `python -m launcher resume {run.name}`"
-            raise ConfigError(f"site {site.name}", f"it is not known whether the job was accepted: {e}", fix) from e
+            if not (number := find(run, before)):
+                fix = f"look with squeue whether the job was taken; if not, `python -m launcher resume {run}`"
+                problem = f"it is not known whether the job was accepted: {e}"
+                raise TryLater(f"site {site.config.name}", problem, fix) from e
+        except slurm.Away as e:
+            raise TryLater(f"site {site.config.name}", f"nothing was queued: {e}", AWAY_FIX) from e
         except slurm.SchedulerDown as e:
-            raise Refused(f"site {site.name}", f"the job was not accepted: {e}", FIX) from e
+            raise refused(str(e), loaded, site) from e
         (run / JOB_ID).write_text(number)
         return
     env = plan.clean_env(os.environ, {"PYTHONPATH": str(plan.PROJECT)})
@@ -64,21 +67,38 @@ def start(run: Path, site: SiteConfig) -> None:
         raise ConfigError(str(run), f"submitit could not start the job: {last}", f"see {output}")
 
 
-def try_out(text: str, site: SiteConfig) -> None:
+def find(run: Path, but: str) -> str:
+    """The job of a run whose number sbatch had no time to say, other than `but`; empty: none is known."""
+    if (number := job_id(run)) != but:
+        return number  # it runs already, and its supervisor says so
+    try:
+        return slurm.number_of(str(run / SCRIPT), but=but)
+    except slurm.SchedulerDown:
+        return ""
+
+
+def try_out(text: str, loaded: Loaded, site: LoadedSite) -> str:
     """Let Slurm look at a batch script without queueing it: partitions, limits, accounts, the site's own rules.
 
+    Returns:
+        What it said.
+
     Raises:
-        ConfigError: it would be refused.
+        Refused: it would not run the job, and not because nodes are down.
+        TryLater: it does not answer.
     """
-    if site.scheduler != "slurm":
-        return
     with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as file:
         file.write(text)
         file.flush()
         try:
-            slurm.submit(file.name, ["--test-only"])
+            return slurm.try_out(file.name)
+        except (slurm.Away, slurm.NoAnswer) as e:
+            raise TryLater(f"site {site.config.name}", f"nothing was queued: {e}", AWAY_FIX) from e
         except slurm.SchedulerDown as e:
-            raise Refused(f"site {site.name}", f"Slurm would not run the job now: {e}", FIX) from e
+            said = str(e)
+    if "node configuration" in said and slurm.nodes_are_away(site.config.slurm.partition):
+        return f"{NOT_YET} ({said})"
+    raise refused(said, loaded, site)
 
 
 def signal(number: str, name: str) -> None:

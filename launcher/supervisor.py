@@ -35,6 +35,8 @@ from runtime.errors import EXIT_CODES, ConfigError
 from runtime.load import load_run, load_site
 
 FAULTS: Final = tuple(kind for kind in EXIT_CODES if kind not in ("done", "preempted", "timeout"))
+ECHOES: Final = ("bug", "peer_lost", "engine_lost")
+"""What ranks report that see others end by an order which those could not hear yet, or were killed after."""
 FAULT_END_S: Final = 3.0
 """From a fault's report to the end of all ranks: some may wait in MPI for one that is gone, and for ever."""
 ORDERLY_END_S: Final = 30.0
@@ -52,8 +54,12 @@ END_LIMIT_S: Final = 20.0
 log = logging.getLogger("supervisor")
 
 
-def main(run_dir: str) -> int:
-    """Supervise a run to its end; the exit code of its last report."""
+def main(run_dir: str, failed: str = "") -> int:
+    """Supervise a run to its end; the exit code of its last report.
+
+    Args:
+        failed: line of the batch script that failed before, with the key of the site that holds it.
+    """
     os.umask(0o077)
     run = Path(run_dir)
     open_log(run)
@@ -64,7 +70,7 @@ def main(run_dir: str) -> int:
             log.error("another supervisor has this run; this one ends")
             return EXIT_CODES["config"]
         try:
-            return EXIT_CODES[_supervise(run).kind]
+            return EXIT_CODES[(_refuse(run, failed) if failed else _supervise(run)).kind]
         except Exception:
             log.exception("the supervisor failed")
             runs.write_status(run, msgspec.structs.replace(runs.read_status(run), state="failed"))
@@ -80,6 +86,22 @@ def open_log(run: Path) -> None:
 def _supervise(run: Path) -> Report:
     config, where = load_run(run / "config.yaml"), load_site(str(run / "site.yaml"))
     return Supervisor(run, jobs.of(run, config, where), config.limits).run()
+
+
+def _refuse(run: Path, failed: str) -> Report:
+    """End a run whose job could not be set up."""
+    number, job = runs.last_attempt(run) + 1, os.environ.get("SLURM_JOB_ID", "")
+    runs.attempt_dir(run, number).mkdir(parents=True)
+    output = run / "job" / f"{job}.log"
+    last = verdict.last_line(output)
+    message = f"{run / 'site.yaml'}: {failed}: failed in job {job}, see {output}" + (
+        f"; its last line: {last}" if last else ""
+    )
+    report = Report(kind="config", message=f"{message}; a line that may fail ends in `|| true`")
+    runs.write_report(run, number, report)
+    runs.write_status(run, msgspec.structs.replace(runs.read_status(run), state="failed", attempt=number))
+    log.error("%s", report.message)
+    return report
 
 
 class Supervisor:
@@ -99,6 +121,10 @@ class Supervisor:
         self._listen()
         if self._job.number:
             runs.write_atomic(self._run / runs.JOB_ID, self._job.number.encode())
+            self._account_for(runs.last_attempt(self._run))
+        if runs.cancel_asked(self._run):
+            self._say("cancelled", runs.last_attempt(self._run))
+            return Report(kind="preempted", message="cancelled before it began")
         best, fruitless = runs.last_step(self._run), runs.read_status(self._run).fruitless
         while True:
             report = self._attempt(runs.last_attempt(self._run) + 1)
@@ -115,6 +141,14 @@ class Supervisor:
             if outlook.next != "restart":
                 return self._end(report, outlook)
             log.info("restarting from the last checkpoint")
+
+    def _account_for(self, number: int) -> None:
+        """Give the last attempt a report where the job that it ran in was ended before it could have one."""
+        if number >= 0 and runs.read_report(self._run, number) is None:
+            report = self._write(
+                runs.attempt_dir(self._run, number), verdict.unspoken(runs.attempt_dir(self._run, number))
+            )
+            log.info("attempt %d ended: %s: %s", number, report.kind, report.message)
 
     def _listen(self) -> None:
         orders: dict[signal.Signals, Order] = {signal.SIGTERM: "stop", signal.SIGINT: "stop"}
@@ -174,18 +208,19 @@ class Supervisor:
             return self._write(folder, Report(kind="config", message=f"the world cannot be started: {e}"))
         end = self._watch(child, int(folder.name))
         found = runs.read_report(self._run, int(folder.name))
-        if found is not None:
+        if found is not None and not (found.kind in ECHOES and (end.early or end.overdue_s)):
             return found
+        if found is not None:
+            log.info("what ranks reported as they were ended: %s: %s", found.kind, found.message)
         oom_killed = processes.out_of_memory_kills() > oom_kills
-        seen = msgspec.structs.replace(
-            end, code=child.returncode, log=planned.log, stopped=bool(self._orders), oom_killed=oom_killed
-        )
+        order = self._orders[0] if self._orders else ""
+        seen = msgspec.structs.replace(end, code=child.returncode, log=planned.log, order=order, oom_killed=oom_killed)
         return self._write(folder, verdict.judge(folder, seen))
 
     def _watch(self, child: subprocess.Popen[bytes], number: int) -> Evidence:
         """Wait for the world's end, passing orders on; kill it where it does not begin or end in time."""
         events = self._run / "events.jsonl"
-        size, told, reported, spoke = _size(events), 0.0, 0.0, time.monotonic()
+        size, told, reported, spoke, early = _size(events), 0.0, 0.0, time.monotonic(), False
         deadline = spoke + self._limits.start_s + START_MARGIN_S
         while child.poll() is None:
             now = time.monotonic()
@@ -199,7 +234,7 @@ class Supervisor:
                 spoke = now
                 self._say(self._status.state)
             if self._orders and not told:
-                told = now
+                told, early = now, self._status.state == "starting"
                 log.info("%s: the world is told to save and end", self._orders[0])
                 self._say("ending")
                 self._job.tell(child, self._orders[0])
@@ -209,18 +244,16 @@ class Supervisor:
                 if now - reported > (FAULT_END_S if report.kind in FAULTS else ORDERLY_END_S):
                     log.warning("killing what is left of the world %.0f s after its report", now - reported)
                     self._job.kill(child)
-                    return Evidence()
+                    return Evidence(early=early)
             if told and (now - told > self._limits.stop_s or self._orders.count("stop") > 1):
                 log.warning("killing the world %.0f s after it was told to stop", now - told)
                 self._job.kill(child)
-                return Evidence(overdue_s=max(now - told, POLL_S))
+                return Evidence(overdue_s=max(now - told, POLL_S), early=early)
             time.sleep(POLL_S)
-        return Evidence()
+        return Evidence(early=early)
 
     def _write(self, folder: Path, report: Report) -> Report:
-        report = msgspec.structs.replace(report, time=time.time(), step=runs.last_step(self._run))
-        runs.write_atomic(folder / "report.json", msgspec.json.encode(report))
-        return report
+        return runs.write_report(self._run, int(folder.name), report)
 
     def _say(self, state: State, attempt: int | None = None) -> None:
         number = self._status.attempt if attempt is None else attempt
@@ -252,4 +285,4 @@ def _size(path: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -18,6 +18,9 @@ _WRONG_PMI: Final = (
     "OMPI was not built with SLURM's PMI support",  # OpenMPI under --mpi=pmi2 or none
 )
 
+ORDERS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""How ranks are told to stop; they die of it before they can hear it."""
+
 _MPI_ABORT: Final = re.compile(r"Abort\(\d+\) on node \d+.*: Fatal error in internal_(?!Init).*")
 """MPICH's, when the connection to a peer breaks."""
 
@@ -29,8 +32,10 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """Exit code of the process manager; negative: it was killed by that signal."""
     log: str = "mpiexec.log"
     """Where its words are, in attempts/<n>."""
-    stopped: bool = False
-    """The world was told to stop."""
+    order: Literal["", "stop", "timeout"] = ""
+    """What the world was told."""
+    early: bool = False
+    """It was told so before it had begun."""
     overdue_s: float = 0.0
     """It did not stop within so many seconds and was killed."""
     stuck_s: float = 0.0
@@ -43,18 +48,21 @@ def judge(folder: Path, seen: Evidence) -> Report:
     """The report of an attempt whose runtime wrote none. `folder` is attempts/<n>."""
     ranks, number, code = _first_loss(folder / seen.log)
     rank = ranks[0] if len(ranks) == 1 else None
-    if seen.overdue_s:
+    told = "timeout" if seen.order == "timeout" else "preempted"
+    if seen.overdue_s and not seen.early:
         message = f"told to stop, but not at a boundary after {seen.overdue_s:.0f} s, so it was killed"
-        return Report(kind="preempted", message=f"{message}; resume goes on from the last checkpoint")
+        return Report(kind=told, message=message)
     if seen.stuck_s:
         message = f"the ranks did not find each other within {seen.stuck_s:.0f} s (limits.start_s)"
         return Report(kind="peer_lost", message=f"{message}; see {seen.log} and the ranks' logs")
-    if seen.stopped and (number == signal.SIGTERM or seen.code in (0, -signal.SIGTERM)):
-        return Report(kind="preempted", message="told to stop before there was anything to save")
+    if seen.order and (seen.early or number in ORDERS or -seen.code in (0, *ORDERS)):
+        return Report(kind=told, message="told to stop before there was anything to save")
+    if ended := _ended_by_slurm(folder):
+        return ended
     if number == signal.SIGKILL and seen.oom_killed:
         message = f"{_who(ranks)} was killed: the machine ran out of memory"
         return Report(kind="out_of_memory", message=message, rank=rank)
-    if advice := _known(folder):
+    if advice := _known(folder) or ("" if ranks or number else _not_started(folder)):
         return Report(kind="config", message=advice, rank=rank)
     if failed := _mpi_failure(folder):
         return Report(kind="peer_lost", message=f"MPI failed, as it does when a peer is gone: {failed}")
@@ -65,9 +73,64 @@ def judge(folder: Path, seen: Evidence) -> Report:
         return Report(kind="peer_lost", message=f"{Path(seen.log).stem} was killed by {_name(-seen.code)}")
     if seen.code == 0:
         return Report(kind="bug", message="the world ended with exit code 0 but without a report")
-    last = _last_line(folder / (seen.log if rank is None else f"rank-{rank}.log"))
+    last = last_line(folder / (seen.log if rank is None else f"rank-{rank}.log"))
     said = f"; its last line: {last}" if last else ""
     return Report(kind="bug", message=f"{_who(ranks)} ended with exit code {code or seen.code}{said}", rank=rank)
+
+
+def unspoken(folder: Path) -> Report:
+    """The report of an attempt under Slurm whose supervisor ended before it could write one."""
+    last = last_line(folder / srun.STEP_LOG)
+    said = f"; srun's last words: {last}" if last else ""
+    message = f"the supervisor was killed with its job (a lost node? scancel?){said}"
+    return _ended_by_slurm(folder) or Report(kind="node_failed", message=message)
+
+
+def _ended_by_slurm(folder: Path) -> Report | None:
+    """What srun says where Slurm itself ended the step."""
+    log = folder / srun.STEP_LOG
+    text = log.read_text(errors="replace") if log.exists() else ""
+    for words, kind in _SLURM_ENDS:
+        if found := words.search(text):
+            return Report(kind=kind, message=f"Slurm ended the ranks: {found.group(0)}")
+    return None
+
+
+_SLURM_ENDS: Final = (
+    (re.compile(r"Node failure on \S+|.*DUE TO NODE FAILURE"), "node_failed"),
+    (re.compile(r".*DUE TO TIME LIMIT"), "timeout"),
+    (re.compile(r".*DUE TO PREEMPTION"), "preempted"),
+)
+
+
+def _not_started(folder: Path) -> str:
+    """What to change where srun refused to start ranks; empty: it did not, or for no known reason."""
+    log = folder / srun.STEP_LOG
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    said = [line for line in lines if line.startswith("srun: ") and "lacks support" not in line]
+    for words, fix in _SRUN_FIXES:
+        if found := next((line for line in said if re.search(words, line, re.IGNORECASE)), ""):
+            return f"srun refused to start the ranks: {found.removeprefix('srun: ').removeprefix('error: ')}; {fix}"
+    return ""
+
+
+_SRUN_FIXES: Final = (
+    ("unrecognized option|invalid option|requires an argument|ambiguous", "change slurm.srun_args of the site"),
+    (
+        "generic resource|gres",
+        "gpus_per_node, slurm.gpu_request and slurm.gpu_type of the site must fit what the job got "
+        "(#SBATCH --gpus-per-node in a script of your own)",
+    ),
+    (
+        "processors|node configuration|cpu",
+        "each rank needs a CPU: raise slurm.cpus_per_node of the site, or "
+        "--cpus-per-task in a script of your own, or ask for whole nodes (--exclusive)",
+    ),
+    ("mpi", "slurm.mpi of the site must be one of those that `srun --mpi=list` prints"),
+    ("memory", "lower slurm.memory of the site"),
+    ("invalid|specification", "change slurm.srun_args or slurm.network of the site"),
+)
+"""Words of srun's -> what to change."""
 
 
 def _known(folder: Path) -> str:
@@ -122,7 +185,7 @@ def _first_srun_loss(text: str) -> tuple[list[int], int, int]:
     return [], 0, 0
 
 
-_SRUN_WORDS: Final = {"Terminated": signal.SIGTERM, "Aborted": signal.SIGABRT, "Segmentation fault": signal.SIGSEGV}
+_SRUN_WORDS: Final = {text: number for number in signal.Signals if (text := signal.strsignal(number))}
 
 
 def _who(ranks: list[int]) -> str:
@@ -138,7 +201,7 @@ def _name(number: int) -> str:
         return f"signal {number}"
 
 
-def _last_line(path: Path) -> str:
+def last_line(path: Path) -> str:
     """The last thing the rank, or failing that the process manager, wrote."""
     lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
     return lines[-1][:300] if lines else ""

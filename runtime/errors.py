@@ -27,6 +27,9 @@ EXIT_CODES: Final[dict[str, int]] = {
 """Exit code of an attempt by its report; 2 is what a user's mistake ends with everywhere."""
 
 
+TRY_LATER: Final = 75
+"""Exit code of a command where nothing is wrong but the scheduler does not answer (EX_TEMPFAIL of sysexits.h)."""
+
 PMI_ADVICE: Final = (
     "MPI and srun speak different PMIs: in the site file write slurm.mpi: pmi2 for MPICH, pmix for OpenMPI, nothing "
     "for Cray MPICH"
@@ -47,6 +50,10 @@ class ConfigError(SluiceError, ValueError):
     def __init__(self, where: str, problem: str, fix: str = "") -> None:
         self.where, self.problem, self.fix = where, problem, fix
         super().__init__(f"{where}: {problem}" + (f"\n  fix: {fix}" if fix else ""))
+
+
+class TryLater(ConfigError):
+    """There is nothing to change: the scheduler does not answer. A command ends with TRY_LATER."""
 
 
 class PeerLost(SluiceError):

@@ -7,6 +7,7 @@ launcher's checks, name the file of the `extends` chain in which the key stands,
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +25,8 @@ T = TypeVar("T", bound=Section)
 
 SITE_DIR: Final = Path("configs/site")
 
+_WALLTIME: Final = "a time as [days-]hours:minutes:seconds, such as 04:00:00"
+
 
 class Loaded(msgspec.Struct, frozen=True):
     """A resolved config, and where its values came from."""
@@ -33,7 +36,17 @@ class Loaded(msgspec.Struct, frozen=True):
 
     def where(self, *path: Key) -> str:
         """How an error names the place of a key, such as "run.yaml:12: rollout.num_prompts"."""
-        return f"{self.tree.at(path).place}: {dotted(path)}"
+        return _where(self.tree.at(path), path)
+
+
+class LoadedSite(msgspec.Struct, frozen=True):
+    """The same of a site."""
+
+    config: SiteConfig
+    tree: Entry
+
+    def where(self, *path: Key) -> str:
+        return _where(self.tree.at(path), path)
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -63,12 +76,21 @@ def load_site(name_or_path: str, overrides: Sequence[str] = ()) -> SiteConfig:
     Args:
         overrides: as for a run. A key of the section `slurm` may be written without it: partition=debug.
     """
+    return read_site(name_or_path, overrides).config
+
+
+def read_site(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedSite:
+    """As `load_site`, with the places of the values for later checks."""
     tree = source.read(_site_file(name_or_path))
-    inner = {f.name for f in msgspec.structs.fields(Slurm)}
+    outer, inner = SiteConfig.__struct_fields__, Slurm.__struct_fields__
     for override in overrides:
-        short = re.split(r"[.=]", override, maxsplit=1)[0] in inner
-        tree = source.override(tree, f"slurm.{override}" if short else override)
-    return _convert(tree, SiteConfig)
+        first = re.split(r"[.=]", override, maxsplit=1)[0]
+        if "=" in override and first not in (*outer, *inner):
+            fix = near_match(first, [*outer, *inner]) or f"known keys: {', '.join((*outer, *inner))}"
+            raise ConfigError(f"--set-site {override}", f"a site has no key {first!r}", fix.strip())
+        short = "slurm." if first in inner else ""
+        tree = source.override(tree, short + override, "--set-site", "partition=debug")
+    return LoadedSite(_convert(tree, SiteConfig), tree)
 
 
 def _site_file(name_or_path: str) -> Path:
@@ -86,6 +108,12 @@ def _site_file(name_or_path: str) -> Path:
 def dump(config: Section) -> str:
     """YAML of a config with every default written out; loading it gives the same config."""
     return source.dump(msgspec.to_builtins(config))
+
+
+def _where(entry: Entry, path: KeyPath) -> str:
+    """`extends` leaves files such as a/../b."""
+    file = f"{os.path.normpath(entry.file)}:{entry.line}" if entry.line else entry.file
+    return f"{file}: {dotted(path)}"
 
 
 def dotted(path: KeyPath) -> str:
@@ -144,7 +172,7 @@ def _convert(tree: Entry, kind: type[T]) -> T:
         path: KeyPath = tuple(name or int(index) for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", at))
         entry = tree.at(path)
         wanted = _describe(_type_at(inspect.type_info(kind), path)) or problem
-        raise ConfigError(f"{entry.place}: {dotted(path)}", _found(entry), f"give {wanted}") from None
+        raise ConfigError(_where(entry, path), _found(entry), f"give {wanted}") from None
 
 
 def _found(entry: Entry) -> str:
@@ -166,13 +194,11 @@ def _check_keys(entry: Entry, kind: inspect.Type, path: KeyPath) -> None:
     for key, value in entry.value.items():
         if key not in fields:
             fix = near_match(key, list(fields)) or f"known keys here: {', '.join(fields)}"
-            raise ConfigError(
-                f"{value.place}: {dotted((*path, key))}", f"unknown key (value {_short(value)})", fix.strip()
-            )
+            raise ConfigError(_where(value, (*path, key)), f"unknown key (value {_short(value)})", fix.strip())
         _check_keys(value, fields[key].type, (*path, key))
     for name, field in fields.items():
         if field.required and name not in entry.value:
-            raise ConfigError(f"{entry.place}: {dotted((*path, name))}", "is missing", f"give {_describe(field.type)}")
+            raise ConfigError(_where(entry, (*path, name)), "is missing", f"give {_describe(field.type)}")
 
 
 def _short(entry: Entry) -> str:
@@ -205,6 +231,8 @@ def _describe(kind: inspect.Type) -> str:
         case inspect.LiteralType(values=values):
             return f"one of: {', '.join(map(str, values))}"
         case inspect.StrType(pattern=pattern):
+            if pattern and ":" in pattern:
+                return _WALLTIME
             return f"text that matches {pattern}" if pattern else "text (in quotes if it looks like a number)"
         case inspect.VarTupleType():
             return "a list (lines that start with `- `)"

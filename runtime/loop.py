@@ -310,7 +310,7 @@ class Loop:
         if limit and not found <= limit:  # NaN is too far
             raise ConfigError(
                 "limits.mismatch",
-                f"is {limit:g}, but in step {self.progress.step} log-probs of engines and trainer are {found:.3g} apart",
+                f"is {limit:g}, but in step {self.progress.step} log-probs of engines and trainer were {found:.3g} off",
                 "compare their precision, attention and sampling options; or correct for it, see docs/algorithms.md",
             )
 

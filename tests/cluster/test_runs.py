@@ -103,7 +103,7 @@ def by_template(cluster: Cluster, kind: str, *options: str, site: tuple[str, ...
     """The run folder of two steps that sbatch started from the template as it is, and that are done."""
     shared = cluster.shared / f"template-{kind}"
     shared.mkdir()
-    told = ["-p", kind, "--cpus-per-task=8", f"--output={shared}/%j.log", *options]
+    told = ["-p", kind, f"--output={shared}/%j.log", *options]
     words = [x for word in ("slurm.gpu_request=gres", *site) for x in ("--set-site", word)]
     words += [x for word in ("num_steps=2", f"runs_dir={shared}/runs", *sizes) for x in ("--set", word)]
     template = f"sbatch/generic-{kind}.sbatch"

@@ -43,6 +43,8 @@ HOST = "127.0.0.1"
 CHANNELS = ("broadcast", "delta", "delta through a folder", "disk", "ipc")
 WITH_A_DEATH = ("delta", "disk")
 """One over a group and one through a folder: an engine's start takes longer than all the rest."""
+START_S = 200.0
+"""For engines to start, on a machine that is busy with more than these tests."""
 ENGINES = {0, 1}
 TOPOLOGY = Topology(
     nodes=("here",),
@@ -160,7 +162,7 @@ class Rig:
         serving = serve(self.settings(datasets), self.mailbox, self.spawner, kind, self.rewards)
         self.thread = threading.Thread(target=self.mailbox.loop.run_until_complete, args=(serving,), daemon=True)
         self.thread.start()
-        self.fleet.wait_engines(60.0)
+        self.fleet.wait_engines(START_S)
 
     def settings(self, datasets):
         path = str(self.folder)
@@ -171,7 +173,7 @@ class Rig:
             datasets=datasets,
             tokenizer=path,
             max_concurrent=4,
-            wait_s=60.0,
+            wait_s=START_S,
             engines=tuple(EngineStart(id=i, model="policy", path=path, env=dict(os.environ)) for i in ENGINES),
             engine=EngineSettings(
                 host=HOST,
@@ -183,7 +185,7 @@ class Rig:
                 pause="retract",
                 call_s=60.0,
                 order_s=30.0,
-                start_s=60.0,
+                start_s=START_S,
                 silence_s=30.0,
                 restarts=100,
             ),
@@ -192,10 +194,10 @@ class Rig:
     def publisher(self, channel, *, takes_turns=False):
         name = channel.partition(" ")[0]
         folder = str(self.folder / "versions") if channel not in ("broadcast", "delta") else ""
-        sync = Sync(channel=name, folder=folder, timeout_s=10.0)
+        sync = Sync(channel=name, folder=folder, timeout_s=30.0)
         world = World(self.trainer, make_sender(sync, HOST, torch.device("cpu")))
         learner = Learner(world, [1], [1], idle=lambda: self.fleet.pump(0.005))
-        turns = Turns(self.fleet, learner, start_s=60.0, order_s=30.0) if takes_turns else None
+        turns = Turns(self.fleet, learner, start_s=START_S, order_s=30.0) if takes_turns else None
         if turns:
             turns.is_trainers = False
         return Publisher(self.fleet, learner, sync, self.folder / "versions", turns=turns)
@@ -278,7 +280,7 @@ def test_a_member_that_dies_in_a_push_is_named_and_the_other_gets_the_version(ri
     rig.trainer.between = kill
     assert rig.publish(publisher) == {0}
     assert rig.hold({0}) and "engine 1 left out of the push" in caplog.text
-    rig.fleet.wait_engines(60.0)
+    rig.fleet.wait_engines(START_S)
     assert rig.fleet.fresh() == {1}
     assert publisher.publish(rig.version, {1}) == {1}
     assert rig.hold()

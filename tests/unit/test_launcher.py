@@ -134,6 +134,29 @@ def test_status(run, capsys):
     assert len(listed) == 2 and run.name in listed[1] and "ended" in listed[1]
 
 
+def test_a_broken_run_folder_hides_no_other(run, capsys):
+    broken, vanishing = Path("runs/broken-261130-000000-aaaa"), Path("runs/vanishing-261130-000000-bbbb")
+    for folder in (broken, vanishing):
+        folder.mkdir()
+    (broken / "status.json").touch()
+    (vanishing / "status.json").write_bytes((run / "status.json").read_bytes())
+    assert cli.main(["status", "all"]) == 0
+    listed = capsys.readouterr().out
+    assert run.name in listed and listed.count("unreadable") == 2
+    assert cli.main(["status"]) == 0
+    assert str(run) in capsys.readouterr().out
+
+
+def test_commands_to_go_on_with_name_runs_of_other_folders(run, capsys, monkeypatch):
+    monkeypatch.chdir("runs")
+    assert cli.main(["status", str(run)]) == 0
+    assert f"`python -m launcher resume {run}` starts it from the beginning" in capsys.readouterr().out
+    (run / "checkpoints/step-000002").mkdir()
+    (run / "checkpoints/step-000002/COMPLETE").touch()
+    assert cli.main(["status", str(run)]) == 0
+    assert f"`python -m launcher resume {run}` goes on from the last checkpoint" in capsys.readouterr().out
+
+
 def test_advice_for_every_kind():
     assert set(get_args(ReportKind)) <= set(ADVICE)
 
@@ -150,6 +173,8 @@ def test_runs_are_found_by_folder_name_and_id(run, capsys):
     other = runs.create(msgspec.structs.replace(load_run("run.yaml"), name="tiger"), SiteConfig(name="x"))
     assert runs.find("", root) == other, "the newest"
     assert runs.find("tiny", root) == run
+    longer = runs.create(msgspec.structs.replace(load_run("run.yaml"), name="tiny-2"), SiteConfig(name="x"))
+    assert runs.find("tiny", root) == run and runs.find("tiny-2", root) == longer
     with pytest.raises(ConfigError, match="give more of the name"):
         runs.find("ti", root)
     assert cli.main(["status", "none"]) == 2
@@ -168,6 +193,8 @@ def test_logs(run, capsys):
     assert all(f"==> attempts/1/{name}.log <==" in everything for name in ("engine-0", "rank-0", "rank-1"))
     followed = logs("-f", "--rank", "0")
     assert "line 29" in followed, "the run has ended, so following ends too"
+    assert cli.main(["logs", "--attempt", "9"]) == 2
+    assert "it has attempts 0 to 1" in capsys.readouterr().err
     assert cli.main(["logs", "--rank", "7"]) == 2
     assert "logs there: engine-0.log, rank-0.log, rank-1.log" in capsys.readouterr().err
 

@@ -269,7 +269,7 @@ def test_sampling_on_for_ever_without_a_useful_group_is_an_error(tmp_path):
 def test_engines_and_trainer_that_disagree_end_the_run_after_its_metrics_show_it(tmp_path, found):
     loop = make_loop(tmp_path / "run", np.random.default_rng(0))
     loop.learner.mismatch = found
-    with pytest.raises(ConfigError, match=r"limits.mismatch: is 0.05, but in step 1 log-probs .* apart"):
+    with pytest.raises(ConfigError, match=r"limits.mismatch: is 0.05, but in step 1 log-probs .* off"):
         loop.run()
     assert "mismatch" in lines(tmp_path / "run", "metrics.jsonl")[-1]
 

@@ -1,18 +1,22 @@
 """What a Slurm job is started with, and what its words mean; tests/cluster asks a real one."""
 
+import os
+import signal
+import subprocess
 import time
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from launcher import cli, job, plan, runs, script, slurm, srun, submit, verdict
+from launcher import allocation, cli, job, plan, runs, script, slurm, srun, submit, supervisor, verdict
 from launcher.plan import Machine
 from launcher.runs import Report, Status
 from launcher.states import States, report_of
 from runtime import topology
 from runtime.config import SiteConfig, Slurm
-from runtime.load import load_run, load_site
+from runtime.errors import EXIT_CODES, TRY_LATER, ConfigError
+from runtime.load import load_run, load_site, read_run, read_site
 from tests.unit.inputs import write_inputs
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plan_slurm.txt"
@@ -152,6 +156,22 @@ def test_slurms_word_stands_in_for_a_report(run):
     assert report_of(run, slurm.Job(state="RUNNING")) is None
 
 
+@pytest.mark.parametrize(("log", "said"), [("", "cannot see"), ("python: not found\n", "ends with: python: not found")])
+def test_a_job_that_never_spoke_is_explained(run, log, said):
+    if log:
+        (run / "job/7.log").write_text(log)
+    assert seen(run, "queued", FakeWatch("FAILED", asked_at=LATER)) == "failed"
+    report = report_of(run, slurm.Job(state="FAILED"), "failed")
+    assert report is not None and report.kind == "config" and said in report.message and "job 7" in report.message
+
+
+def test_a_job_that_ends_by_an_order_before_it_could_speak_is_cancelled(run):
+    (run / runs.CANCEL_MARK).touch()
+    assert seen(run, "starting", FakeWatch("FAILED", asked_at=LATER)) == "cancelled"
+    report = report_of(run, slurm.Job(state="FAILED"), "cancelled")
+    assert report is not None and report.kind == "preempted"
+
+
 # ---- the end of an attempt ---------------------------------------------------------------------------------------
 
 
@@ -197,6 +217,49 @@ def test_a_site_may_forbid_going_on(run):
     assert (
         slurm_job(run, GRACE, requeue=False).outlook(Report(kind="preempted", message=""), stopped=False).next == "end"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "srun: unrecognized option '--nosuch=1'\nTry \"srun --help\" for more information\n",
+            "'--nosuch=1'; change slurm.srun_args",
+        ),
+        (
+            "srun: error: Unable to create step: Invalid generic resource (gres) specification\n",
+            "gpus_per_node",
+        ),
+        ("srun: error: Unable to create step for job 3: More processors requested than permitted\n", "--exclusive"),
+        ("srun: error: cannot find mpi plugin for mpi/foo\n", "slurm.mpi"),
+    ],
+)
+def test_what_srun_refuses_is_to_be_changed(tmp_path, words, said):
+    (tmp_path / srun.STEP_LOG).write_text("srun: cluster configuration lacks support for cpu binding\n" + words)
+    report = verdict.judge(tmp_path, verdict.Evidence(code=1, log=srun.STEP_LOG))
+    assert report.kind == "config" and said in report.message
+
+
+def test_a_stop_before_ranks_can_hear_it_is_no_lost_peer(tmp_path):
+    (tmp_path / srun.STEP_LOG).write_text("srun: error: n2: task 2: User defined signal 1\n")
+    assert verdict.judge(tmp_path, verdict.Evidence(code=1, log=srun.STEP_LOG, order="stop")).kind == "preempted"
+    assert verdict.judge(tmp_path, verdict.Evidence(code=1, log=srun.STEP_LOG)).kind == "peer_lost"
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ("srun: error: Node failure on n2\n", "node_failed"),
+        ("slurmstepd: error: *** STEP 3.0 ON n1 CANCELLED AT 2026-11-30T03:00:00 DUE TO TIME LIMIT\n", "timeout"),
+        ("srun: error: n2: task 2: Killed\n", "node_failed"),
+    ],
+)
+def test_an_attempt_that_lost_its_supervisor_gets_a_report(run, words, kind):
+    (run / "attempts/0").mkdir()
+    (run / "attempts/0" / srun.STEP_LOG).write_text(words)
+    supervisor.Supervisor(run, slurm_job(run, RUNNING), load_run(run / "config.yaml").limits)._account_for(0)
+    report = runs.read_report(run, 0)
+    assert report is not None and report.kind == kind and words.split("error: ")[1].strip() in report.message
 
 
 @pytest.mark.parametrize(
@@ -252,7 +315,10 @@ def test_values_of_a_site_are_changed_by_short_or_whole_key():
         ("slurm.gpu_request=gres-typed", ["gpu_type", "h100"]),
         ("time=00:01:00", ["slurm.time", "00:01:00 is no longer than", "limits.stop_s"]),
         ("time=soon", ["slurm.time", "soon"]),
-        ("partitoin=x", ["partitoin", "unknown key"]),
+        ("partitoin=x", ["--set-site partitoin=x", "did you mean 'partition'"]),
+        ("time=30", ["--set-site: slurm.time", "such as 04:00:00"]),
+        ("slurm.cpus_per_node=4", ["slurm.cpus_per_node", "is 4", "hold 5 ranks"]),
+        ("slurm.sbatch_args=[--nodes=3]", ["slurm.sbatch_args", "cluster.num_train_nodes"]),
         ("gpus_per_node=0", ["batch script"]),
     ],
 )
@@ -264,20 +330,144 @@ def test_mistakes_in_a_site(config, capsys, override, words):
     assert all(word in out + err for word in words), err
 
 
-@pytest.mark.parametrize(
-    ("failure", "left", "words"),
-    [(slurm.SchedulerDown("invalid partition"), 0, "invalid partition"), (slurm.NoAnswer("late"), 1, "squeue")],
-)
-def test_a_refused_job_leaves_nothing_and_one_without_an_answer_its_run(
-    config, capsys, monkeypatch, failure, left, words
-):
-    def fail(*_):
+def fails(failure):
+    def fail(*_, **__):
         raise failure
 
-    monkeypatch.setattr(slurm, "submit", fail)
-    assert cli.main(["submit", "run.yaml", "--site", "testbed", "--detach"]) == 2
+    return fail
+
+
+SUBMIT = ["submit", "run.yaml", "--site", "testbed", "--detach"]
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "left", "words"),
+    [
+        (slurm.SchedulerDown("invalid partition specified: x"), 2, 0, "testbed.yaml:8: slurm.partition: 'cuda'"),
+        (slurm.NoAnswer("late"), TRY_LATER, 1, "squeue"),
+        (slurm.Away("Unable to contact slurm controller"), TRY_LATER, 1, "try again later"),
+    ],
+)
+def test_a_refused_job_leaves_nothing_and_one_without_an_answer_its_run(
+    config, capsys, monkeypatch, failure, code, left, words
+):
+    monkeypatch.setattr(slurm, "try_out", lambda _: "to start now")
+    monkeypatch.setattr(slurm, "submit", fails(failure))
+    monkeypatch.setattr(slurm, "number_of", lambda *_, **__: "")
+    assert cli.main(SUBMIT) == code
     assert words in capsys.readouterr().err
     assert len(list(Path("runs").iterdir())) == left
+
+
+@pytest.mark.parametrize(
+    ("failure", "away", "code", "words"),
+    [
+        (slurm.SchedulerDown("Requested node configuration is not available"), False, 2, "cluster.num_train_nodes"),
+        (slurm.SchedulerDown("Requested node configuration is not available"), True, 0, "drained"),
+        (slurm.SchedulerDown("Invalid qos specification"), False, 2, "slurm.qos"),
+        (slurm.SchedulerDown("unrecognized option '--no=1'"), False, 2, "slurm.sbatch_args"),
+        (slurm.SchedulerDown("sbatch: No such file or directory"), False, 2, "login node"),
+        (slurm.Away("Unable to contact slurm controller"), False, TRY_LATER, "try again later"),
+    ],
+)
+def test_what_could_never_run_is_not_queued(config, capsys, monkeypatch, failure, away, code, words):
+    monkeypatch.setattr(slurm, "try_out", fails(failure))
+    monkeypatch.setattr(slurm, "nodes_are_away", lambda _: away)
+    monkeypatch.setattr(slurm, "submit", lambda *_: "7")
+    assert cli.main(SUBMIT) == code
+    assert words in "".join(capsys.readouterr())
+    assert Path("runs").exists() == (code == 0)
+
+
+@pytest.mark.parametrize(("times", "found", "left"), [(1, "", 1), (2, "", 0), (2, "8", 1), (2, "9", 1)])
+def test_ctrl_c_while_slurm_takes_the_job_cancels_it(config, capsys, monkeypatch, times, found, left):
+    def submitted(file, *_):
+        if found == "9":  # it runs already
+            Path(file).with_name("job").joinpath("id").write_text("9")
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGINT)
+        return "7"
+
+    called = []
+    monkeypatch.setattr(slurm, "try_out", lambda _: "to start now")
+    monkeypatch.setattr(slurm, "submit", submitted)
+    monkeypatch.setattr(slurm, "number_of", lambda *_, **__: found if found == "8" else "")
+    monkeypatch.setattr(slurm, "call", lambda *argv, **_: called.append(argv) or "")
+    assert cli.main(SUBMIT) == EXIT_CODES["preempted"]
+    out, err = capsys.readouterr()
+    folders = list(Path("runs").iterdir())
+    assert len(folders) == left
+    if left:
+        assert ("scancel", found or "7") in called and str(folders[0]) in out and "queues it again" in out
+        assert runs.read_status(folders[0]).state == "cancelled"
+    else:
+        assert "nothing was queued" in err
+
+
+def test_ctrl_c_during_the_checks_is_one_line(config, capsys, monkeypatch):
+    monkeypatch.setattr(slurm, "try_out", fails(KeyboardInterrupt()))
+    assert cli.main(SUBMIT) == EXIT_CODES["preempted"]
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
+
+
+# ---- a job's own script -------------------------------------------------------------------------------------------
+
+
+JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_CPUS_PER_NODE": "8(x2)", "SLURM_GPUS_ON_NODE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, ""),
+        (
+            {"SLURM_JOB_CPUS_PER_NODE": "1(x2)"},
+            "1 CPU on a node that is to hold 5 ranks\n  fix: #SBATCH --exclusive",
+        ),
+        ({"SLURM_JOB_NUM_NODES": "1"}, "sbatch --nodes=2"),
+        ({"SLURM_GPUS_ON_NODE": "2"}, "generic-cuda.yaml:7: gpus_per_node is 4"),
+        ({"SLURM_JOB_NUM_NODES": "3"}, "holds 3 nodes, the run uses 2"),
+    ],
+)
+def test_a_job_with_too_little_is_refused(tmp_path, given, words):
+    loaded, site = read_run(write_inputs(tmp_path)), read_site("generic-cuda")
+    try:
+        said = "".join(allocation.check(loaded, site, {**JOB, **given}))
+    except ConfigError as e:
+        said = str(e)
+    assert words in said and bool(words) == bool(said)
+
+
+def test_cpus_per_node_as_slurm_writes_them():
+    assert slurm.per_node("8(x2),4") == (8, 8, 4)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"setup": ("true", "x=1 # why not")}, "-m launcher.supervisor /r\n"),
+        ({"setup": ("true", "test a = b", "true")}, "-m launcher.supervisor /r slurm.setup: test a = b\n"),
+        ({"setup": ("if true", "then", "echo 'in'", "fi")}, "in\n-m launcher.supervisor /r\n"),
+        ({"modules": ("good", "bad")}, "loaded good\n-m launcher.supervisor /r slurm.modules: bad\n"),
+    ],
+)
+def test_a_line_of_the_setup_that_fails_ends_the_job(config, asked, said):
+    made = script.make(config, SiteConfig(name="x", scheduler="slurm", slurm=Slurm(**asked)), Path("/r"), "echo")
+    module = 'module() { [ $2 = good ] && echo "loaded $2"; }'
+    done = subprocess.run(
+        ["bash", "-c", "\n".join([module, *made.setup, made.command])], capture_output=True, text=True
+    )
+    assert (done.stdout, done.returncode) == (said, 0)
+
+
+def test_a_job_that_cannot_be_set_up_ends_as_config(run, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    (run / "job/7.log").write_text("first\nno such module\n")
+    assert supervisor.main(str(run), "slurm.modules: bad") == 2
+    report = runs.read_report(run, 0)
+    assert report is not None and report.kind == "config"
+    assert "slurm.modules: bad: failed" in report.message and "no such module" in report.message
+    assert runs.read_status(run).state == "failed"
 
 
 def test_run_belongs_into_a_job(config, capsys, monkeypatch):

@@ -107,7 +107,8 @@ def test_cancel_lets_the_world_save(run, capsys):
     assert cli.main(["cancel", str(run)]) == 0
     assert finish(child) == "preempted"
     assert state(run) == "cancelled"
-    assert "resume" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"resume {run}` starts it from the beginning" in out or "resume` starts it from the beginning" in out
     assert cli.main(["cancel", str(run)]) == 0, "a second cancel finds nothing to do"
 
 
@@ -157,6 +158,12 @@ def test_a_killed_rank_ends_the_world_and_the_next_attempt_starts(run):
     assert "SIGKILL" in report.message
 
 
+def test_a_run_that_was_cancelled_while_it_waited_starts_nothing(run):
+    (run / runs.CANCEL_MARK).touch()
+    assert finish(supervise(run, "steps")) == "preempted"
+    assert state(run) == "cancelled" and runs.last_attempt(run) == -1
+
+
 def test_two_supervisors_never_share_a_run(run):
     first = supervise(run, "saves")
     wait_for(lambda: state(run) == "running", "the first supervisor")
@@ -192,16 +199,31 @@ def test_two_supervisors_never_share_a_run(run):
         ("", {"code": -9}, "peer_lost", None, "mpiexec was killed by SIGKILL"),
         ("no such program\n", {"code": 127}, "bug", None, "exit code 127; its last line: no such program"),
         ("", {"code": 0}, "bug", None, "without a report"),
-        ("", {"code": 0, "stopped": True}, "preempted", None, "told to stop"),
+        ("", {"code": 0, "order": "stop"}, "preempted", None, "told to stop"),
         (
             "[mpiexec@n] Exit codes: [localhost] 15,15,15\n",
-            {"code": 15, "stopped": True},
+            {"code": 15, "order": "stop"},
             "preempted",
             0,
             "told to stop",
         ),
-        ("", {"code": -9, "stopped": True, "overdue_s": 3.0}, "preempted", None, "not at a boundary after 3 s"),
-        ("[mpiexec@n] Exit codes: [localhost] 0,256,0\n", {"code": 1, "stopped": True}, "bug", 1, "exit code 1"),
+        ("", {"code": -9, "order": "stop", "overdue_s": 3.0}, "preempted", None, "not at a boundary after 3 s"),
+        ("", {"code": -9, "order": "timeout", "overdue_s": 3.0}, "timeout", None, "not at a boundary after 3 s"),
+        ("[mpiexec@n] Exit codes: [localhost] 0,256,0\n", {"code": 1, "order": "stop"}, "bug", 1, "exit code 1"),
+        (
+            "[mpiexec@n] Exit codes: [localhost] 9,9,10\n",
+            {"code": 9, "order": "stop"},
+            "preempted",
+            None,
+            "told to stop",
+        ),
+        (
+            "[mpiexec@n] Exit codes: [localhost] 9,9,9\n",
+            {"code": 9, "order": "stop", "early": True},
+            "preempted",
+            None,
+            "before there was anything",
+        ),
     ],
 )
 def test_judge(tmp_path, output, seen, kind, rank, words):
@@ -209,7 +231,7 @@ def test_judge(tmp_path, output, seen, kind, rank, words):
     (tmp_path / "rank-0.log").write_text("first\nbad\n")
     report = verdict.judge(tmp_path, verdict.Evidence(**seen))
     assert report.kind == kind
-    assert report.rank == (None if kind == "preempted" else rank)
+    assert report.rank == (None if kind in ("preempted", "timeout") else rank)
     assert words in report.message
 
 

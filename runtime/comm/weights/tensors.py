@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import islice
 from typing import Final
 
 import torch
+import xxhash
 from torch import Tensor
 
 from runtime.comm.buckets import buckets
@@ -25,7 +25,7 @@ def flat_bytes(tensor: Tensor) -> Tensor:
 
 def digest(tensor: Tensor) -> str:
     """Checksum of a tensor's dtype, shape and exact bytes, wherever it lives."""
-    h = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())  # the fastest here: processors help
+    h = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
     h.update(flat_bytes(tensor).cpu().numpy().data)
     return h.hexdigest()[:32]
 

@@ -30,6 +30,8 @@ _FLAT: Final[str] = "flattened_bucket"
 _DELTA: Final[str] = "sluice_delta"
 """A load format of the embedded engine's own."""
 _PROBE_S: Final[float] = 5.0
+_IDLE_S: Final[float] = 1.0
+"""Longest that a connection is kept for another call."""
 
 
 class _Span(msgspec.Struct, frozen=True):
@@ -269,7 +271,8 @@ class DialectClient:
 
     async def _ask(self, method: str, path: str, body: Any, limit_s: float) -> tuple[int, bytes]:
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0)  # how much runs at a time is the agent's to say
+            # How much runs at a time is the agent's to say; and a server may close what was idle for 5 s.
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S)
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         data = None if body is None else msgspec.json.encode(body)
         headers = {"Content-Type": "application/json"}

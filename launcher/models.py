@@ -1,0 +1,47 @@
+"""Whether the models beside the policy are there that the algorithm asks for."""
+
+from __future__ import annotations
+
+from launcher import files
+from runtime import plugins
+from runtime.errors import ConfigError
+from runtime.load import Loaded
+
+
+def check(loaded: Loaded) -> list[str]:
+    """
+    Returns:
+        Warnings.
+
+    Raises:
+        ConfigError: one is missing, or its folder is no model, or its vocabulary is another and must not be.
+    """
+    models, choice = loaded.config.models, loaded.config.algorithm
+    module = plugins.find("algorithm", choice.name, loaded.where("algorithm", "name"))
+    algorithm = module.build(plugins.options(module, choice.options, loaded.where("algorithm", "options")))
+    needs = frozenset(algorithm.needs)
+    wanted = {
+        "critic": "critic" in algorithm.losses,
+        "reference": "reference" in needs,
+        "teacher": bool(needs & {"teacher", "divergence"}),
+    }
+    if wanted["teacher"] and models.teacher is None:
+        problem = f"is not given, but {choice.name} learns from one"
+        raise ConfigError(loaded.where("models", "teacher"), problem, "write its folder: teacher: {path: ...}")
+    warnings = []
+    for role, is_wanted in wanted.items():
+        model = getattr(models, role)
+        if model is None:
+            continue
+        if not is_wanted:
+            place = loaded.where("models", role)
+            warnings.append(f"{place} is given, but {choice.name} with its options asks for none: it is not loaded")
+        size = files.check_weights(model.path, loaded.where("models", role, "path")).get("vocab_size")
+        own = files.check_weights(models.policy.path, loaded.where("models", "policy", "path")).get("vocab_size")
+        if role == "teacher" and "divergence" in needs and size != own:
+            raise ConfigError(
+                loaded.where("models", role, "path"),
+                f"its vocab_size is {size}, the policy's {own}, so their distributions cannot be compared",
+                "choose models of one vocabulary, or an algorithm that compares sampled tokens only",
+            )
+    return warnings
