@@ -38,7 +38,7 @@ quickstart: $(STAMP)  ## train a tiny model on arithmetic, on this machine, in u
 	$(BIN)/python -m launcher submit configs/quickstart.yaml $(SUBMIT_FLAGS)
 
 test: $(STAMP) $(SGLANG_STAMP)  ## all tests (20 to 25 minutes on 2 cores), on a real Slurm too where it can be set up
-	OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadgroup --no-loadscope-reorder tests
+	OMP_NUM_THREADS=1 $(PYTEST) -n 2 --no-loadscope-reorder tests
 
 check: $(STAMP)  ## formatter, linter, types, structure and unit tests (2 minutes)
 	$(BIN)/python -m ruff format --check $(CODE)

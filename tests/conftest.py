@@ -7,16 +7,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.tools import kill
 
 ROOT = Path(__file__).parents[1]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+class ByFolder(LoadScopeScheduling):
     """Where processes share the tests, a folder stays whole: its tests share what is slow to start."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(item.path.relative_to(ROOT).parts[1]))
+
+    def _split_scope(self, nodeid: str) -> str:
+        return nodeid.split("/")[1]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFolder:
+    return ByFolder(config, log)
 
 
 @pytest.fixture(scope="session")
