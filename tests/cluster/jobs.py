@@ -57,9 +57,9 @@ def wait_step(run: Path, step: int) -> None:
     wait_for(f"step {step} of {run.name}; supervisor: {said(run)}", lambda: runs.last_step(run) >= step)
 
 
-def wait_end(run: Path, kind: str) -> None:
+def wait_end(run: Path, kind: str, limit_s: float = LIMIT_S) -> None:
     """Until the run has ended for good, as it should."""
-    wait_for(f"{run.name} to end", lambda: runs.read_status(run).state in runs.FINAL)
+    wait_for(f"{run.name} to end", lambda: runs.read_status(run).state in runs.FINAL, limit_s)
     report = runs.read_report(run, runs.last_attempt(run))
     assert report is not None and report.kind == kind, f"{report}\n{said(run)}"
 

@@ -71,20 +71,35 @@ def check_learned(run: Path) -> None:
     jobs.trained_once(run, LEARNING_STEPS)
 
 
-def test_megatron_on_two_gpus_and_sglang_on_another_node_learn(cluster: Cluster, quickstart: Path) -> None:
-    steps = (f"num_steps={LEARNING_STEPS}", f"evaluation.interval={LEARNING_STEPS}")
-    engine = ("rollout.engine=sglang", f"rollout.engine_options={{python: {SGLANG}, max_length: 64}}")
-    trainer = ("trainer.kind=megatron", "trainer.parallel.tensor=2", "rollout.gpus_per_engine=2")
-    run = jobs.submit(
-        cluster.shared,
-        *(*steps, *engine, *trainer),
-        site=("gpus_per_node=2", "slurm.gpu_request=gres"),
-        config=jobs.ROOT / "configs/quickstart.yaml",
-    )
-    jobs.wait_end(run, "done")
+MEGATRON_AND_SGLANG = (
+    "trainer.kind=megatron",
+    "trainer.parallel.tensor=2",
+    "rollout.engine=sglang",
+    "rollout.gpus_per_engine=2",
+    f"rollout.engine_options={{python: {SGLANG}, max_length: 64}}",
+)
+
+
+def megatron_and_sglang(cluster: Cluster, *words: str, config: Path, limit_s: float) -> Path:
+    """A run that is done, with Megatron on two GPUs of one node and SGLang on another."""
+    site = ("gpus_per_node=2", "slurm.gpu_request=gres")
+    run = jobs.submit(cluster.shared, *MEGATRON_AND_SGLANG, *words, site=site, config=config)
+    jobs.wait_end(run, "done", limit_s)
     check_places(run, ["n1", "n1", "n1", "n2"], ["control", "trainer", "trainer", "agent"], gpus="0,1")
-    check_learned(run)
     assert max(line["mismatch"] for line in kill.metrics(run) if "mismatch" in line) < 1e-5
+    return run
+
+
+def test_megatron_and_sglang_on_a_node_each_train(cluster: Cluster, quickstart: Path) -> None:
+    run = megatron_and_sglang(cluster, "num_steps=2", config=jobs.TINY, limit_s=240)
+    jobs.trained_once(run, 2)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1000)
+def test_megatron_and_sglang_on_a_node_each_learn(cluster: Cluster, quickstart: Path) -> None:
+    steps = (f"num_steps={LEARNING_STEPS}", f"evaluation.interval={LEARNING_STEPS}")
+    check_learned(megatron_and_sglang(cluster, *steps, config=jobs.ROOT / "configs/quickstart.yaml", limit_s=900))
 
 
 def test_a_template_trains_on_cuda_nodes(cluster: Cluster, quickstart: Path) -> None:
