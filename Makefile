@@ -37,7 +37,7 @@ quickstart: $(STAMP)  ## train a tiny model on arithmetic, on this machine, in u
 	$(BIN)/python -m runtime.quickstart --out models/quickstart
 	$(BIN)/python -m launcher submit configs/quickstart.yaml $(SUBMIT_FLAGS)
 
-test: $(STAMP) $(SGLANG_STAMP)  ## all tests (20 to 25 minutes on 2 cores), on a real Slurm too where it can be set up
+test: $(STAMP) $(SGLANG_STAMP)  ## all tests (about 20 minutes on 2 cores), on a real Slurm too where it can be set up
 	OMP_NUM_THREADS=1 $(PYTEST) -n 2 --no-loadscope-reorder tests
 
 check: $(STAMP)  ## formatter, linter, types, structure and unit tests (2 minutes)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from runtime import plugins, topology
+from typing import Any
+
+from runtime import topology
 from runtime.config import SiteConfig
 from runtime.errors import ConfigError
 from runtime.load import Loaded
 
 
-def check(loaded: Loaded, site: SiteConfig, ranks: topology.Topology) -> None:
+def check(loaded: Loaded, site: SiteConfig, ranks: topology.Topology, kind: Any) -> None:
     """
+    Args:
+        kind: of the engines, as its plugin built it.
+
     Raises:
         ConfigError: they cannot.
     """
@@ -24,9 +29,7 @@ def check(loaded: Loaded, site: SiteConfig, ranks: topology.Topology) -> None:
             "'ipc' is memory of trainer rank 0's node, but there are engines on other nodes",
             "write broadcast or disk",
         )
-    module = plugins.find("engine", config.rollout.engine, loaded.where("rollout", "engine"))
-    options = plugins.options(module, config.rollout.engine_options, loaded.where("rollout", "engine_options"))
-    if channel == "delta" and not module.build(options).takes_deltas:
+    if channel == "delta" and not kind.takes_deltas:
         raise ConfigError(
             loaded.where("sync", "channel"),
             f"engine {config.rollout.engine!r} takes whole weights only, no 'delta'",

@@ -6,7 +6,7 @@ The first mistake is a ConfigError; what may be meant so is a warning.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from launcher import allocation, channels, files, layout, models, plan, script, slurm
 from launcher import site as machine
@@ -33,13 +33,14 @@ def everything(loaded: Loaded, site: SiteConfig) -> list[str]:
     config = loaded.config
     _check_plugins(loaded)
     _check_mode(loaded)
-    ranks = _check_topology(loaded, site)
+    algorithm, kind = _algorithm(loaded), _engine_kind(loaded)
+    ranks = _check_topology(loaded, site, kind)
     files.check_runs_dir(config.runs_dir, loaded.where("runs_dir"))
     files.check_model(config.models.policy.path, loaded.where("models", "policy", "path"))
-    unused = models.check(loaded)
+    unused = models.check(loaded, algorithm)
     layout.check(loaded, ranks.trainers)
-    channels.check(loaded, site, ranks)
-    return [*_unheeded(loaded, site), *unused, *_sizes(loaded), *_check_data(loaded)]
+    channels.check(loaded, site, ranks, kind)
+    return [*_unheeded(loaded, site), *unused, *_sizes(loaded, algorithm), *_check_data(loaded)]
 
 
 def _unheeded(loaded: Loaded, site: SiteConfig) -> list[str]:
@@ -74,6 +75,16 @@ def _check_plugins(loaded: Loaded) -> None:
         plugins.options(module, options, loaded.where(*path, options_key))
 
 
+def _algorithm(loaded: Loaded) -> Any:
+    choice, places = loaded.config.algorithm, (loaded.where("algorithm", key) for key in ("name", "options"))
+    return plugins.build("algorithm", choice.name, choice.options, *places)
+
+
+def _engine_kind(loaded: Loaded) -> Any:
+    rollout, places = loaded.config.rollout, (loaded.where("rollout", key) for key in ("engine", "engine_options"))
+    return plugins.build("engine", rollout.engine, rollout.engine_options, *places)
+
+
 def _check_mode(loaded: Loaded) -> None:
     config = loaded.config
     if config.cluster.mode == "split" and config.cluster.num_rollout_nodes == 0:
@@ -90,7 +101,7 @@ def _check_mode(loaded: Loaded) -> None:
         )
 
 
-def _check_topology(loaded: Loaded, site: SiteConfig) -> topology.Topology:
+def _check_topology(loaded: Loaded, site: SiteConfig, kind: Any) -> topology.Topology:
     config = loaded.config
     try:
         made = topology.make(config.cluster, config.rollout, site, plan.placeholders(config, site))
@@ -100,9 +111,6 @@ def _check_topology(loaded: Loaded, site: SiteConfig) -> topology.Topology:
         _check_slurm(site, loaded)
     else:
         _check_machine(site, config.cluster)
-    engine = plugins.find("engine", config.rollout.engine, loaded.where("rollout", "engine"))
-    options = plugins.options(engine, config.rollout.engine_options, loaded.where("rollout", "engine_options"))
-    kind = engine.build(options)
     kind.check(loaded.where("rollout", "engine_options"))
     if site.gpus_per_node and not site.pretend_gpus and not kind.runs_on_gpu:
         raise ConfigError(
@@ -149,11 +157,9 @@ def _nodes(cluster: Cluster) -> str:
     return f"{cluster.num_train_nodes} training, {cluster.num_rollout_nodes} rollout"
 
 
-def _sizes(loaded: Loaded) -> list[str]:
+def _sizes(loaded: Loaded, algorithm: Any) -> list[str]:
     config, warnings = loaded.config, []
     rollout, choice = config.rollout, config.algorithm
-    module = plugins.find("algorithm", choice.name, loaded.where("algorithm", "name"))
-    algorithm = module.build(plugins.options(module, choice.options, loaded.where("algorithm", "options")))
     has_teacher = bool(algorithm.needs & {"teacher", "divergence"})
     if rollout.num_samples == 1 and not has_teacher and not any(algorithm.advantages([r])[0] for r in (0.0, 1.0)):
         place = loaded.where("rollout", "num_samples")
@@ -161,8 +167,8 @@ def _sizes(loaded: Loaded) -> list[str]:
     if rollout.sampling.top_p < 1.0 or rollout.sampling.top_k > 0:
         place = loaded.where("rollout", "sampling")
         warnings.append(
-            f"{place} has top_p or top_k: engines then give log-probs of the cut distribution, the trainer those of "
-            "the whole one; they differ, and a correction would act on that"
+            f"{place} has top_p or top_k: engines then sample from a cut distribution, but the trainer's log-probs are "
+            "those of the whole one; leave them off in training"
         )
     if rollout.sampling.temperature == 0:
         place = loaded.where("rollout", "sampling", "temperature")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from launcher import files
-from runtime import plugins
 from runtime.errors import ConfigError
 from runtime.load import Loaded
 
 
-def check(loaded: Loaded) -> list[str]:
+def check(loaded: Loaded, algorithm: Any) -> list[str]:
     """
+    Args:
+        algorithm: as its plugin built it.
+
     Returns:
         Warnings.
 
@@ -17,8 +21,6 @@ def check(loaded: Loaded) -> list[str]:
         ConfigError: one is missing, or its folder is no model, or its vocabulary is another and must not be.
     """
     models, choice = loaded.config.models, loaded.config.algorithm
-    module = plugins.find("algorithm", choice.name, loaded.where("algorithm", "name"))
-    algorithm = module.build(plugins.options(module, choice.options, loaded.where("algorithm", "options")))
     needs = frozenset(algorithm.needs)
     wanted = {
         "critic": "critic" in algorithm.losses,

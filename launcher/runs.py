@@ -276,3 +276,9 @@ def metrics(run: Path) -> JsonLines:
 def last_step(run: Path) -> int:
     """Steps done so far."""
     return max((int(line["step"]) for line in metrics(run).new() if "reward" in line), default=0)
+
+
+def last_line(log: Path) -> str:
+    """The last thing that was written to a log, at most 300 characters of it; empty: nothing."""
+    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    return lines[-1][:300] if lines else ""

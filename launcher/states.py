@@ -112,8 +112,7 @@ def _unstarted(run: Path, number: str, job: slurm.Job) -> Report:
     said = f"job {number} ended ({job.state}) before its supervisor began"
     log = run / "job" / f"{number}.log"
     if log.exists():
-        last = (log.read_text(errors="replace").strip().splitlines() or ["nothing"])[-1]
-        return Report(kind="config", message=f"{said}; {log} ends with: {last[:300]}")
+        return Report(kind="config", message=f"{said}; {log} ends with: {runs.last_line(log) or 'nothing'}")
     if job.state in _OVER:
         return Report(kind=_OVER[job.state][1], message=said)
     problem = f"{said} and left no {log.name}: the compute nodes cannot see {run.parent} (runs_dir)"

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from launcher import plan, slurm
+from launcher import plan, runs, slurm
 from launcher.refusals import refused
 from launcher.runs import JOB_ID, SCRIPT, job_id
 from launcher.script import Script
@@ -63,7 +63,7 @@ def start(run: Path, loaded: Loaded, site: LoadedSite) -> None:
             check=False,
         ).returncode
     if code != 0:
-        last = (output.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+        last = runs.last_line(output) or "it said nothing"
         raise ConfigError(str(run), f"submitit could not start the job: {last}", f"see {output}")
 
 

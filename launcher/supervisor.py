@@ -93,7 +93,7 @@ def _refuse(run: Path, failed: str) -> Report:
     number, job = runs.last_attempt(run) + 1, os.environ.get("SLURM_JOB_ID", "")
     runs.attempt_dir(run, number).mkdir(parents=True)
     output = run / "job" / f"{job}.log"
-    last = verdict.last_line(output)
+    last = runs.last_line(output)
     message = f"{run / 'site.yaml'}: {failed}: failed in job {job}, see {output}" + (
         f"; its last line: {last}" if last else ""
     )

@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from launcher import srun
+from launcher import runs, srun
 from launcher.runs import Report
 from runtime.errors import PMI_ADVICE
 
@@ -73,14 +73,14 @@ def judge(folder: Path, seen: Evidence) -> Report:
         return Report(kind="peer_lost", message=f"{Path(seen.log).stem} was killed by {_name(-seen.code)}")
     if seen.code == 0:
         return Report(kind="bug", message="the world ended with exit code 0 but without a report")
-    last = last_line(folder / (seen.log if rank is None else f"rank-{rank}.log"))
+    last = runs.last_line(folder / (seen.log if rank is None else f"rank-{rank}.log"))
     said = f"; its last line: {last}" if last else ""
     return Report(kind="bug", message=f"{_who(ranks)} ended with exit code {code or seen.code}{said}", rank=rank)
 
 
 def unspoken(folder: Path) -> Report:
     """The report of an attempt under Slurm whose supervisor ended before it could write one."""
-    last = last_line(folder / srun.STEP_LOG)
+    last = runs.last_line(folder / srun.STEP_LOG)
     said = f"; srun's last words: {last}" if last else ""
     message = f"the supervisor was killed with its job (a lost node? scancel?){said}"
     return _ended_by_slurm(folder) or Report(kind="node_failed", message=message)
@@ -199,9 +199,3 @@ def _name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def last_line(path: Path) -> str:
-    """The last thing the rank, or failing that the process manager, wrote."""
-    lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
-    return lines[-1][:300] if lines else ""

@@ -131,8 +131,7 @@ def canary_of(prompt: Prompt, tokenizer: HfTokenizer) -> tuple[int, ...]:
 
 def algorithm_of(config: RunConfig) -> Algorithm:
     choice = config.algorithm
-    module = plugins.find("algorithm", choice.name, "algorithm.name")
-    return module.build(plugins.options(module, choice.options, "algorithm.options"))
+    return plugins.build("algorithm", choice.name, choice.options, "algorithm.name", "algorithm.options")
 
 
 def _rules(config: RunConfig, batch: Callable[[Sequence[Group], int], Batch]) -> Rules:

@@ -66,6 +66,12 @@ def find(kind: str, name: str, where: str) -> ModuleType:
     return module
 
 
+def build(kind: str, name: str, given: dict[str, Any], where: str, where_options: str) -> Any:
+    """What the plugin called `name` makes of its options. Arguments and errors as in `find` and `options`."""
+    module = find(kind, name, where)
+    return module.build(options(module, given, where_options))
+
+
 def _import(path: str, what: str, where: str) -> ModuleType:
     try:
         return importlib.import_module(path)

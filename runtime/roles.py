@@ -168,10 +168,8 @@ class _BeforeMpi:
 
     def be_agent(self, mailbox: MailboxClient) -> None:
         rank, config = self._rank, self._rank.config
-        kind_module = plugins.find("engine", config.rollout.engine, "rollout.engine")
-        kind: EngineKind = kind_module.build(
-            plugins.options(kind_module, config.rollout.engine_options, "rollout.engine_options")
-        )
+        name, options = config.rollout.engine, config.rollout.engine_options
+        kind: EngineKind = plugins.build("engine", name, options, "rollout.engine", "rollout.engine_options")
         settings = agent.Settings(
             node=rank.slot.node,
             rank=rank.slot.rank,

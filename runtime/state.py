@@ -7,13 +7,13 @@ checkpoints/step-000020/COMPLETE        the marker
 
 from __future__ import annotations
 
-import os
 import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
 
 from runtime.comm.messages import decode, encode
+from runtime.durable import write_durably
 from runtime.errors import SluiceError
 from runtime.types import RunState
 
@@ -35,25 +35,6 @@ def read_state(path: Path) -> RunState:
         frames.append(blob[at : at + size])
         at += size
     return decode(frames, RunState)
-
-
-def write_durably(path: Path, blob: bytes) -> None:
-    """Whole or not at all, also over a power cut: write beside, fsync, rename, fsync the folder."""
-    beside = path.with_name(path.name + ".part")
-    with beside.open("wb") as f:
-        f.write(blob)
-        f.flush()
-        os.fsync(f.fileno())
-    beside.rename(path)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 class Checkpoints:

@@ -239,5 +239,5 @@ async def _all(engines: Iterable[int], do: Callable[[int], Coroutine[Any, Any, N
 
 
 def _environment(dataset: DataSet) -> Environment:
-    module = plugins.find("environment", dataset.environment, "environment")
-    return module.build(plugins.options(module, dataset.environment_options, "environment_options"))
+    options = dataset.environment_options
+    return plugins.build("environment", dataset.environment, options, "environment", "environment_options")

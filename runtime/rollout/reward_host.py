@@ -190,8 +190,7 @@ class Host:
 
 
 def _build(dataset: DataSet) -> PlainReward:
-    module = plugins.find("reward", dataset.reward, "reward")
-    return module.build(plugins.options(module, dataset.reward_options, "reward_options"))
+    return plugins.build("reward", dataset.reward, dataset.reward_options, "reward", "reward_options")
 
 
 def _work(pipe: Connection, rewards: dict[str, PlainReward], agent: socket.socket, host_pid: int) -> None:

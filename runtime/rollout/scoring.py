@@ -131,6 +131,5 @@ def _verdict(value: float | None) -> Verdict:
 
 def _awaiting(dataset: DataSet) -> Reward | None:
     """The data set's reward where it is one that awaits something (a judge, a sandbox), None where it is plain."""
-    module = plugins.find("reward", dataset.reward, "reward")
-    reward = module.build(plugins.options(module, dataset.reward_options, "reward_options"))
+    reward = plugins.build("reward", dataset.reward, dataset.reward_options, "reward", "reward_options")
     return reward if hasattr(reward, "score") else None

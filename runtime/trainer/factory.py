@@ -42,9 +42,14 @@ def ready(
     if temperature <= 0:
         problem = f"{temperature}: greedy answers cannot be trained on"
         raise ConfigError("rollout.sampling.temperature", problem, "use e.g. 1.0")
-    if options.kind == "fsdp":
+    with _process(options, device):
         yield make(path, options, device, temperature=temperature, bucket_bytes=bucket_bytes, beside=beside)
-        return
+
+
+def _process(options: config.Trainer, device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """What trainers of a kind need around them."""
+    if options.kind == "fsdp":
+        return contextlib.nullcontext()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # says at import what else could be installed
@@ -53,8 +58,7 @@ def ready(
         raise ConfigError(
             "trainer.kind", f"megatron: {e}", "install megatron-core as constraints/cpu.txt pins it, or use fsdp"
         ) from e
-    with process.ready(device, options.parallel):
-        yield make(path, options, device, temperature=temperature, bucket_bytes=bucket_bytes, beside=beside)
+    return process.ready(device, options.parallel)
 
 
 def make(

@@ -19,7 +19,8 @@ def test_a_run_with_sglang_loses_nothing_and_agrees_with_the_trainer(runs_dir):
     assert ledger.check(run) == []
     lines = kill.metrics(run)
     assert [line["step"] for line in lines] == [1, 2, 3]
-    assert max(line["mismatch_max"] for line in lines) < 1e-5, "log-probs of the same tokens, by engine and trainer"
+    assert max(line["mismatch"] for line in lines) < 1e-5, "log-probs of the same tokens, by engine and trainer"
+    assert max(line["mismatch_max"] for line in lines) < 1e-4
     kill.wait(f"the processes of {run.name} to end", lambda: not kill.processes_of(run), 10)
     token = (run / "secrets/engines-0-1").read_text()
     assert token and token not in (run / "attempts/0/engine-0.log").read_text()

@@ -23,13 +23,15 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
 ROOT: Final = Path(__file__).parents[2]
-PHASES: Final = ("rollout", "train", "push", "save")
+PHASES: Final = ("rollout", "train", "push", "save", "write")
+"""Those of the event log, and `write`: a checkpoint has been taken, later phases go on, its marker is not written."""
 COMMAND_LIMIT_S: Final = 120.0
 RUN_LIMIT_S: Final = 600.0
 GONE_LIMIT_S: Final = 10.0
@@ -106,30 +108,44 @@ def kill_at(run: Path, moment: Moment) -> str:
     """Kill the run at a moment of its newest start.
 
     Returns:
-        The phase it was in, by its event log.
+        The phase it was in, by its event log; `write` where that was neither `save` nor without a checkpoint begun.
     """
-    if moment.phase:
-        wait_phase(run, moment)
+    known = wait_phase(run, moment) if moment.phase else set()
     time.sleep(moment.after_s)
+    send_kill(known)
     kill(run)
-    return phases(run)[-1]["phase"] if phases(run) else ""
+    last = phases(run)[-1]["phase"] if phases(run) else ""
+    return "write" if is_writing(run) and last != "save" else last
 
 
-def wait_phase(run: Path, moment: Moment) -> None:
-    """Until the newest attempt, once it runs, is in that phase."""
-    read = -1
+def wait_phase(run: Path, moment: Moment) -> set[int]:
+    """Until the newest attempt, once it runs, is in that phase.
+
+    Returns:
+        The run's processes as its attempt began: looking for them takes longer than a short phase.
+    """
+    read, known = -1, set()
 
     def is_there() -> bool:
-        nonlocal read
+        nonlocal read, known
         now = status(run)
         size = (run / "events.jsonl").stat().st_size if now["state"] == "running" else read
         if size == read:
             return False
         read = size
-        lines = phases(run, of_attempt=now["attempt"])
-        return any(e["phase"] == moment.phase and e["step"] >= moment.step for e in lines[-1:])
+        known = known or processes_of(run)
+        lines = phases(run, of_attempt=now["attempt"])[-1:]
+        met = is_writing(run) if moment.phase == "write" else any(e["phase"] == moment.phase for e in lines)
+        return met and any(e["step"] >= moment.step for e in lines)
 
     wait(f"{moment} of {run.name}", is_there, RUN_LIMIT_S)
+    return known
+
+
+def is_writing(run: Path) -> bool:
+    """Whether a checkpoint has its state and not yet its marker."""
+    states = (run / "checkpoints").glob("step-*/state.bin")
+    return any(not state.with_name("COMPLETE").exists() for state in states)
 
 
 def events(run: Path) -> list[dict[str, Any]]:
@@ -154,12 +170,14 @@ def kill(run: Path) -> None:
     end = time.monotonic() + GONE_LIMIT_S
     while pids := processes_of(run):
         assert time.monotonic() < end, f"processes of {run.name} outlive SIGKILL: {sorted(pids)}"
-        for pid in pids:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue  # it died with its parent
+        send_kill(pids)
         time.sleep(POLL_S)
+
+
+def send_kill(pids: set[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):  # it died with its parent
+            os.kill(pid, signal.SIGKILL)
 
 
 def processes_of(run: Path) -> set[int]:
@@ -197,11 +215,13 @@ def ancestors(pid: int, parents: dict[int, int]) -> set[int]:
 
 
 def phase_lengths(run: Path) -> dict[str, float]:
-    """Median seconds of each phase, from the event log of an undisturbed run."""
+    """Median seconds of each phase, from the event log and the kept checkpoints of an undisturbed run."""
     lengths = defaultdict(list)
     lines = [e for e in events(run) if e["kind"] in ("phase", "end")]
     for now, after in pairwise(lines):
         lengths[now["phase"]].append(after["time"] - now["time"])
+    for marker in (run / "checkpoints").glob("step-*/COMPLETE"):
+        lengths["write"].append(marker.stat().st_mtime - marker.with_name("state.bin").stat().st_mtime)
     return {phase: statistics.median(values) for phase, values in lengths.items()}
 
 

@@ -16,6 +16,7 @@ import pytest
 import zmq
 
 from runtime.comm import link as link_module
+from runtime.comm import mailbox as mailbox_module
 from runtime.comm.link import AGAIN, BEAT, DATA, Envelope, Link
 from runtime.comm.mailbox import MailboxClient, MailboxServer
 from runtime.comm.messages import Fault, Hello, Journal, Reply, Restart, StopAgent, encode
@@ -126,6 +127,16 @@ def test_big_arrays_arrive_whole(server, connect):
     _, second = server.receive(20)
     assert np.array_equal(first.journals[0][0][0].tokens, tokens)
     assert second.journals[0][0][0].tokens.shape == (0,)
+
+
+def test_zmq_that_does_not_end_holds_up_nobody(monkeypatch, caplog):
+    monkeypatch.setattr(mailbox_module, "CLOSE_S", 0.1)
+    monkeypatch.setattr(mailbox_module, "_TERM_S", 0.1)
+    monkeypatch.setattr(zmq.Context, "term", lambda self: time.sleep(3))
+    server = MailboxServer(HOST, TOKEN, SILENCE_S)
+    started = time.monotonic()
+    server.close()
+    assert time.monotonic() - started < 2 and "left behind" in caplog.text
 
 
 def test_another_process_is_a_peer_and_does_not_mistake_its_own_stop_for_silence():

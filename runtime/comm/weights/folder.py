@@ -24,6 +24,7 @@ from torch import Tensor
 from runtime.comm.buckets import buckets
 from runtime.comm.weights.delta import Damaged, Kept
 from runtime.comm.weights.tensors import Digests, cut, flat_bytes
+from runtime.durable import sync_folder
 from runtime.types import Manifest
 
 PART: Final[str] = ".part"
@@ -87,9 +88,9 @@ class FolderSender:
                 self._write(name, part / WHOLE.format(i, count), pieces)
                 if self._kept is not None:
                     self._kept.keep(tensors)
-        _sync(part)
+        sync_folder(part)
         part.rename(folder)
-        _sync(folder.parent)
+        sync_folder(folder.parent)
         return made.result()
 
     def close(self, name: str) -> None:
@@ -156,11 +157,3 @@ def _header(tensors: Sequence[tuple[str, Tensor]]) -> Tensor:
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     return torch.frombuffer(bytearray(struct.pack("<Q", len(text)) + text), dtype=torch.uint8)
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -5,6 +5,7 @@ kernels hash them. Only its repeating itself matters here.
 """
 
 import torch
+from torch import library
 
 _BITS = 0xFFFFFFFF
 
@@ -20,7 +21,7 @@ def _take(state, word):
     return (state * 5 + 0xE6546B64) & _BITS
 
 
-@torch.library.custom_op("sgl_kernel::murmur_hash32_cpu", mutates_args=())
+@library.custom_op("sgl_kernel::murmur_hash32_cpu", mutates_args=())
 def murmur_hash32_cpu(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """seed, positions [rows], columns [n] -> [rows, n] uint32"""
     seed = seed.view(torch.int64) if seed.dtype == torch.uint64 else seed.to(torch.int64)
