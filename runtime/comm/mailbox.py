@@ -35,7 +35,7 @@ CLOSE_S: Final = 2.0
 """What was sent last may take so long to leave when a mailbox closes."""
 _TERM_S: Final = 1.0
 """libzmq ends soon after the last message left or its time was up; about once in 400 times, when peers close together,
-it never does (libzmq issue 2586)."""
+it never does, a known fault of libzmq."""
 _TURN_MESSAGES: Final = 256
 """Read in one turn, so that beats are sent in time under load."""
 _CONTROLLER: Final = 0
