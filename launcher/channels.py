@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from runtime import topology
@@ -20,21 +22,46 @@ def check(loaded: Loaded, site: SiteConfig, ranks: topology.Topology, kind: Any)
     """
     config = loaded.config
     channel = config.sync.channel
+    if any(len(engine.nodes) > 1 for engine in ranks.engines) and not kind.spans_nodes:
+        raise ConfigError(
+            loaded.where("rollout", "gpus_per_engine"),
+            f"{config.rollout.gpus_per_engine} are on several nodes, and an engine {config.rollout.engine!r} is on one",
+            "use what one node has",
+        )
     if config.cluster.mode == "colocated":
         _check_turns(loaded, site)
-    trainer = next(rank.node for rank in ranks.ranks if rank.role == "trainer")
-    if channel == "ipc" and site.scheduler != "local" and any(set(e.nodes) != {trainer} for e in ranks.engines):
+    if channel == "ipc":
+        _check_ipc(loaded, site, ranks, kind)
+    if channel == "delta":
+        _check_delta(loaded, kind)
+
+
+def _check_delta(loaded: Loaded, kind: Any) -> None:
+    rollout, model = loaded.config.rollout, Path(loaded.config.models.policy.path, "config.json")
+    when = "where somebody else starts it" if rollout.external else ""
+    if not kind.takes_deltas(json.loads(model.read_bytes())):
+        when = "with these options, or of this model"
+    if when:
+        problem = f"engine {rollout.engine!r} takes whole weights only {when}, no 'delta'"
+        raise ConfigError(loaded.where("sync", "channel"), problem, "write broadcast or disk")
+
+
+def _check_ipc(loaded: Loaded, site: SiteConfig, ranks: topology.Topology, kind: Any) -> None:
+    place = loaded.where("sync", "channel")
+    if _has_gpus(site) and loaded.config.cluster.mode == "split":
         raise ConfigError(
-            loaded.where("sync", "channel"),
-            "'ipc' is memory of trainer rank 0's node, but there are engines on other nodes",
-            "write broadcast or disk",
+            place,
+            "'ipc' is memory of the trainer rank on the engine's GPU, but in split mode engines have their own",
+            "write broadcast or disk, or cluster.mode: colocated",
         )
-    if channel == "delta" and not kind.takes_deltas:
-        raise ConfigError(
-            loaded.where("sync", "channel"),
-            f"engine {config.rollout.engine!r} takes whole weights only, no 'delta'",
-            "write broadcast or disk",
-        )
+    lending = {rank.node for rank in ranks.ranks if rank.role == "trainer"}
+    whose = "the trainer ranks' nodes"
+    if not kind.takes_handles:
+        lending, whose = {min(lending)}, "trainer rank 0's node"
+    engines = [e for e in ranks.engines if e.model == "policy"]
+    if any(e.url or (site.scheduler != "local" and not lending.issuperset(e.nodes)) for e in engines):
+        problem = f"'ipc' is memory of {whose}, but there are engines on other nodes"
+        raise ConfigError(place, problem, "write broadcast or disk")
 
 
 def _check_turns(loaded: Loaded, site: SiteConfig) -> None:
@@ -51,9 +78,13 @@ def _check_turns(loaded: Loaded, site: SiteConfig) -> None:
             "'delta', but in colocated mode engines give up their weights before each push",
             "write disk or ipc, which need no process group",
         )
-    if site.gpus_per_node and not site.pretend_gpus and config.sync.channel == "broadcast":
+    if _has_gpus(site) and config.sync.channel == "broadcast":
         raise ConfigError(
             loaded.where("sync", "channel"),
             "'broadcast', but no process group has two members on one GPU, as colocated mode would need",
-            "write disk, or ipc where there is one node",
+            "write ipc or disk",
         )
+
+
+def _has_gpus(site: SiteConfig) -> bool:
+    return bool(site.gpus_per_node) and not site.pretend_gpus

@@ -8,14 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from launcher import allocation, channels, files, layout, models, plan, script, slurm
+from launcher import allocation, channels, engines, files, layout, models, plan, script, slurm
 from launcher import site as machine
 from runtime import plugins, topology
 from runtime.config import Cluster, DataSet, RunConfig, SiteConfig, Slurm
 from runtime.errors import ConfigError
 from runtime.load import Key, Loaded
 
-DETERMINISTIC_ENGINE: Final = "embedded"
 NODES_OWN: Final = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 """Folders that nodes seldom share."""
 SIZES: Final = ("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node")
@@ -33,21 +32,22 @@ def everything(loaded: Loaded, site: SiteConfig) -> list[str]:
     config = loaded.config
     _check_plugins(loaded)
     _check_mode(loaded)
-    algorithm, kind = _algorithm(loaded), _engine_kind(loaded)
-    ranks = _check_topology(loaded, site, kind)
+    algorithm, kinds = _algorithm(loaded), engines.kinds(loaded)
+    ranks = _check_topology(loaded, site)
     files.check_runs_dir(config.runs_dir, loaded.where("runs_dir"))
-    files.check_model(config.models.policy.path, loaded.where("models", "policy", "path"))
+    engines.check(loaded, site, kinds)
     unused = models.check(loaded, algorithm)
     layout.check(loaded, ranks.trainers)
-    channels.check(loaded, site, ranks, kind)
+    channels.check(loaded, site, ranks, kinds["policy"])
     return [*_unheeded(loaded, site), *unused, *_sizes(loaded, algorithm), *_check_data(loaded)]
 
 
 def _unheeded(loaded: Loaded, site: SiteConfig) -> list[str]:
     """What a site says in vain."""
+    spares = loaded.config.cluster.num_spare_nodes
     if site.scheduler == "local":
-        given = site.slurm != Slurm()
-        return [f"site {site.name}: section slurm is given, but scheduler is local: it is not used"] if given else []
+        place = loaded.where("cluster", "num_spare_nodes")
+        return [f"{place} is {spares}, but one machine has no nodes to lose: it is not used"] if spares else []
     own = next((folder for folder in NODES_OWN if Path(loaded.config.runs_dir).is_relative_to(folder)), "")
     place = loaded.where("runs_dir")
     return [f"{place} is in {own}, which most clusters keep apart on each node: all must see it"] if own else []
@@ -63,8 +63,10 @@ def _check_plugins(loaded: Loaded) -> None:
     config = loaded.config
     wanted: list[tuple[str, str, dict, tuple[Key, ...], str, str]] = [
         ("algorithm", config.algorithm.name, config.algorithm.options, ("algorithm",), "name", "options"),
-        ("engine", config.rollout.engine, config.rollout.engine_options, ("rollout",), "engine", "engine_options"),
     ]
+    for model, path in engines.places(loaded).items():
+        given = config.rollout.engines[model]
+        wanted.append(("engine", given.engine, given.engine_options, path, "engine", "engine_options"))
     for path, data in _datasets(config):
         wanted += [
             ("environment", data.environment, data.environment_options, path, "environment", "environment_options"),
@@ -72,7 +74,9 @@ def _check_plugins(loaded: Loaded) -> None:
         ]
     for kind, name, options, path, name_key, options_key in wanted:
         module = plugins.find(kind, name, loaded.where(*path, name_key))
-        plugins.options(module, options, loaded.where(*path, options_key))
+        made = plugins.options(module, options, loaded.where(*path, options_key))
+        for model in getattr(made, "asks", ()) if kind == "reward" else ():
+            engines.check_asked(loaded, model, name, loaded.where(*path, name_key))
 
 
 def _algorithm(loaded: Loaded) -> Any:
@@ -80,28 +84,18 @@ def _algorithm(loaded: Loaded) -> Any:
     return plugins.build("algorithm", choice.name, choice.options, *places)
 
 
-def _engine_kind(loaded: Loaded) -> Any:
-    rollout, places = loaded.config.rollout, (loaded.where("rollout", key) for key in ("engine", "engine_options"))
-    return plugins.build("engine", rollout.engine, rollout.engine_options, *places)
-
-
 def _check_mode(loaded: Loaded) -> None:
     config = loaded.config
-    if config.cluster.mode == "split" and config.cluster.num_rollout_nodes == 0:
+    if not engines.is_started(loaded, "policy") and not config.rollout.external:
         raise ConfigError(
             loaded.where("cluster", "num_rollout_nodes"),
             f"is 0, but {config.algorithm.name} trains on answers that engines give",
-            "give at least 1",
+            "give at least 1, or addresses of external engines",
         )
-    if config.deterministic and config.rollout.engine != DETERMINISTIC_ENGINE:
-        raise ConfigError(
-            loaded.where("rollout", "engine"),
-            f"{config.rollout.engine!r} does not repeat its log-probs bit for bit, which `deterministic: true` needs",
-            f"write rollout.engine: {DETERMINISTIC_ENGINE}, or deterministic: false",
-        )
+    engines.check_repeats(loaded)
 
 
-def _check_topology(loaded: Loaded, site: SiteConfig, kind: Any) -> topology.Topology:
+def _check_topology(loaded: Loaded, site: SiteConfig) -> topology.Topology:
     config = loaded.config
     try:
         made = topology.make(config.cluster, config.rollout, site, plan.placeholders(config, site))
@@ -111,13 +105,6 @@ def _check_topology(loaded: Loaded, site: SiteConfig, kind: Any) -> topology.Top
         _check_slurm(site, loaded)
     else:
         _check_machine(site, config.cluster)
-    kind.check(loaded.where("rollout", "engine_options"))
-    if site.gpus_per_node and not site.pretend_gpus and not kind.runs_on_gpu:
-        raise ConfigError(
-            loaded.where("rollout", "engine"),
-            f"{config.rollout.engine!r} runs on CPUs, but site {site.name!r} gives it {site.gpus_per_node} GPUs a node",
-            "write gpus_per_node: 0 in the site file, or pretend_gpus: true for a rehearsal on CPUs",
-        )
     return made
 
 
@@ -142,6 +129,10 @@ def _check_slurm(site: SiteConfig, loaded: Loaded) -> None:
 
 
 def _check_machine(site: SiteConfig, cluster: Cluster) -> None:
+    if site.slurm != Slurm():
+        problem = "is local, the default, but there is a section slurm"
+        fix = "write scheduler: slurm, or leave the section out"
+        raise ConfigError(f"site {site.name}: scheduler", problem, fix)
     needed = site.gpus_per_node * topology.num_nodes(cluster)
     there = len(machine.visible_gpus()) if needed else 0
     if needed > there:

@@ -130,6 +130,11 @@ def check_model(path: str, where: str) -> None:
         ConfigError: something of it is missing or broken.
     """
     check_weights(path, where)
+    check_tokenizer(path, where)
+
+
+def check_tokenizer(path: str, where: str) -> None:
+    """The tokenizer's part of such a folder."""
     folder = Path(path)
     tokenizer = {name: _read_json(folder / name, where) for name in TOKENIZER_FILES}
     template = tokenizer["tokenizer_config.json"].get("chat_template") or (folder / "chat_template.jinja").exists()

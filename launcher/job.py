@@ -10,7 +10,8 @@ import logging
 import os
 import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, Literal, Protocol
 
@@ -19,6 +20,7 @@ import msgspec
 from launcher import plan, runs, site, slurm
 from launcher.plan import JobPlan
 from launcher.runs import Report
+from runtime import topology
 from runtime.config import RunConfig, SiteConfig
 
 RESTARTED: Final = ("peer_lost", "engine_lost", "node_failed")
@@ -28,6 +30,10 @@ INTERRUPTED: Final = ("preempted", "timeout")
 GPU_LISTS: Final = ("_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 KILL_LIMIT_S: Final = 15.0
 """For srun to see the end of a step it was told to kill."""
+PROBE_LIMIT_S: Final = 30.0
+"""For a node to start a process."""
+PROBES: Final = 16
+"""At a time: each is a step, and one controller serves many."""
 
 Order = Literal["stop", "timeout"]
 Next = Literal["end", "restart", "queued"]
@@ -104,19 +110,25 @@ class SlurmJob:
         self.number = environment["SLURM_JOB_ID"]
         self._nodes = environment["SLURM_JOB_NODELIST"]
         self._restarts = int(environment.get("SLURM_RESTART_COUNT", "0"))
+        self._lost: set[str] = set()
+        """Nodes of the job that were found dead, also where Slurm does not know it yet."""
+        self._is_short = False
+        """Too few are left."""
 
     def plan(self, attempt: int) -> JobPlan:
-        nodes = slurm.hostnames(self._node_list())
+        nodes = self._nodes_left(self._ask())
         made = plan.make(self._config, self._site, self._run, attempt, site.machine(self._site), nodes)
-        # the batch script's list of GPUs is that of its own node; Slurm gives every rank one
-        inherited = {name: value for name, value in self._environment.items() if not name.endswith(GPU_LISTS)}
-        env = plan.clean_env(inherited, made.env) | {"SLURM_JOB_ID": self.number}
-        return msgspec.structs.replace(made, env=env)
+        return msgspec.structs.replace(made, env=self._env(made.env))
 
-    def _node_list(self) -> str:
-        """Slurm's own, which shrinks when a node is lost; that of the environment where Slurm does not answer."""
-        job = self._ask()
-        return job.nodes if job and job.nodes not in ("", "(null)") else self._nodes
+    def _env(self, added: Mapping[str, str]) -> dict[str, str]:
+        """Of a step. The batch script's list of GPUs is that of its own node; Slurm gives every rank one."""
+        inherited = {name: value for name, value in self._environment.items() if not name.endswith(GPU_LISTS)}
+        return plan.clean_env(inherited, added) | {"SLURM_JOB_ID": self.number}
+
+    def _nodes_left(self, job: slurm.Job | None) -> list[str]:
+        """By Slurm's list, which shrinks when it finds a node lost; the environment's where Slurm does not answer."""
+        listed = job.nodes if job and job.nodes not in ("", "(null)") else self._nodes
+        return [node for node in slurm.hostnames(listed) if node not in self._lost]
 
     def tell(self, world: subprocess.Popen[bytes], order: Order) -> None:
         world.send_signal(signal.SIGUSR2 if order == "timeout" else signal.SIGUSR1)
@@ -137,19 +149,31 @@ class SlurmJob:
         if job is not None and self._is_cancelled(job):
             return Outlook(next="end", cancelled=True, reason=f"job {self.number} was cancelled")
         leaving = job is not None and (job.is_preempted or job.phase != "running")
-        if report.kind in RESTARTED and not leaving:
-            return Outlook(next="restart")
         why = f"job {self.number} is " + ("losing its nodes" if leaving else f"ending: {report.kind}")
+        if report.kind in RESTARTED and not leaving:
+            self._lost |= dead(self._nodes_left(job), self._env({}))
+            left, needed = len(self._nodes_left(job)), topology.num_nodes(self._config.cluster)
+            gone = f"job {self.number} lost {', '.join(sorted(self._lost))}" if self._lost else ""
+            if left >= needed:
+                return Outlook(next="restart", reason=gone)
+            self._is_short = True
+            why = f"{gone or f'job {self.number} lost a node'}, and {needed} nodes are needed: {left} left"
         return Outlook(next="queued" if self._site.slurm.requeue else "end", reason=why)
 
     def again(self) -> bool:
-        """Requeue this job, also within the grace of a preemption: a job that ends there by itself counts as failed."""
+        """Requeue this job, also within the grace of a preemption: a job that ends there by itself counts as failed.
+
+        One that lost nodes is followed by a new job. Slurm 22.05 starts a requeued one at the moment it finds the dead
+        node down, and without its GPUs.
+        """
         job = self._ask()
         if job is not None and self._is_requeued(job):
             return True
         try:
-            slurm.call("scontrol", "requeue", self.number)
-            return True
+            if not self._is_short:
+                slurm.call("scontrol", "requeue", self.number)
+                return True
+            slurm.call("scontrol", "update", f"JobId={self.number}", "Requeue=0")  # or Slurm would, for the dead node
         except slurm.SchedulerDown as e:
             log.warning("requeueing is refused, so a new job follows: %s", e)
         try:
@@ -178,6 +202,27 @@ class SlurmJob:
             return True
         other = job.is_preempted or job.reason == "TimeLimit" or self._is_requeued(job)
         return job.phase == "ending" and not other
+
+
+def dead(nodes: Sequence[str], env: Mapping[str, str]) -> set[str]:
+    """Those of a job's nodes that start no process; Slurm itself may take minutes to notice.
+
+    Args:
+        env: names the job in SLURM_JOB_ID.
+    """
+
+    def starts(node: str) -> bool:
+        where = ["--nodes=1", "--ntasks=1", f"--nodelist={node}", "--mem=0", "--gres=none", "--overlap"]
+        try:
+            slurm.call("srun", *where, "--input=none", "true", limit_s=PROBE_LIMIT_S, env=env)
+        except slurm.SchedulerDown as e:
+            log.warning("node %s starts no process: %s", node, e)
+            return False
+        return True
+
+    with ThreadPoolExecutor(PROBES) as pool:
+        found = {node for node, does in zip(nodes, pool.map(starts, nodes), strict=True) if not does}
+    return found if len(found) < len(nodes) else set()  # the supervisor's own node lives: these probes say nothing
 
 
 def of(run: Path, config: RunConfig, where: SiteConfig) -> Job:

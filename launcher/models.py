@@ -35,6 +35,8 @@ def check(loaded: Loaded, algorithm: Any) -> list[str]:
         model = getattr(models, role)
         if model is None:
             continue
+        if not is_wanted and role in loaded.config.rollout.engines:
+            continue
         if not is_wanted:
             place = loaded.where("models", role)
             warnings.append(f"{place} is given, but {choice.name} with its options asks for none: it is not loaded")
@@ -46,4 +48,6 @@ def check(loaded: Loaded, algorithm: Any) -> list[str]:
                 f"its vocab_size is {size}, the policy's {own}, so their distributions cannot be compared",
                 "choose models of one vocabulary, or an algorithm that compares sampled tokens only",
             )
+    if models.judge is not None and "judge" not in loaded.config.rollout.engines:
+        warnings.append(f"{loaded.where('models', 'judge')} is given, but no set of rollout.sets serves it")
     return warnings

@@ -73,6 +73,9 @@ def make(
         "PYTHONFAULTHANDLER": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        # Ranks and engines share cores. Threads that spin while they wait for each other hold the cores that others
+        # need: an SGLang of two threads on two busy cores decoded ten times slower.
+        "OMP_WAIT_POLICY": "passive",
     }
     folder = run / "attempts" / str(attempt)
     program = (machine.python, "-m", "mpi4py", "-m", "runtime.main", "--run-dir", str(run), "--attempt", str(attempt))
@@ -143,7 +146,7 @@ def describe(plan: JobPlan, config: RunConfig, site: SiteConfig, script: str = "
     lines += ["", "engine  model    nodes     devices"]
     for engine in world.engines:
         nodes = ",".join(world.nodes[node] for node in engine.nodes)
-        gpus = ",".join(map(str, engine.gpus)) or "cpu"
+        gpus = engine.url or ",".join(map(str, engine.gpus)) or "cpu"
         lines.append(f"{engine.id:>6}  {engine.model:<8} {nodes:<9} {gpus}")
     lines += ["", "environment", *(f"  {name}={shlex.quote(value)}" for name, value in plan.env.items())]
     lines += ["", "command", *_wrapped(plan.command)]

@@ -23,6 +23,10 @@ EARLY_MARGIN_S: Final = 60
 """Beside limits.stop_s: to save, end the world and ask for the next job before the walltime."""
 
 
+_EACH_COUNTS: Final = """trap '((${#BASH_SOURCE[@]} > 1)) || failed "slurm.setup: $(sed -n "${LINENO}p" "$0")"' ERR"""
+"""Of several lines in one entry each command counts, but not those of a file that they source."""
+
+
 class Script(msgspec.Struct, frozen=True, kw_only=True):
     """A batch script, before it is text."""
 
@@ -38,7 +42,7 @@ def make(config: RunConfig, site: SiteConfig, run: Path, python: str) -> Script:
     """The script of a run's job."""
     slurm = site.slurm
     options: dict[str, str | bool] = {
-        "nodes": str(topology.num_nodes(config.cluster)),
+        "nodes": str(topology.num_asked(config.cluster)),
         "ntasks-per-node": "1",
         "time": slurm.time,
         "mem": slurm.memory,
@@ -48,6 +52,7 @@ def make(config: RunConfig, site: SiteConfig, run: Path, python: str) -> Script:
         "export": EXPORTED,
         "requeue" if slurm.requeue else "no-requeue": True,
     }
+    options |= {"no-kill": True} if config.cluster.num_spare_nodes else {}
     options |= {"cpus-per-task": str(slurm.cpus_per_node)} if slurm.cpus_per_node else {"exclusive": True}
     named = ("partition", "account", "qos", "constraint", "network")
     options |= {name: value for name in named if (value := getattr(slurm, name))}
@@ -67,7 +72,7 @@ def make(config: RunConfig, site: SiteConfig, run: Path, python: str) -> Script:
 def asked(config: RunConfig, site: SiteConfig) -> str:
     """The size of a run's job, for people."""
     slurm, gpus = site.slurm, srun.gpu_request(site.slurm, site.gpus_per_node, step=False)
-    nodes = f"{topology.num_nodes(config.cluster)} nodes" + (
+    nodes = f"{topology.num_asked(config.cluster)} nodes" + (
         f" of partition {slurm.partition}" if slurm.partition else ""
     )
     cpus = f"{slurm.cpus_per_node} CPUs" if slurm.cpus_per_node else "all CPUs"
@@ -89,6 +94,8 @@ def _setup(slurm: Slurm, supervisor: str) -> list[str]:
         # a batch shell is no login shell, so the command may not be defined yet
         lines.append("command -v module >/dev/null || source /etc/profile")
     lines += [f"module load {shlex.quote(m)} || failed {shlex.quote(f'slurm.modules: {m}')}" for m in slurm.modules]
-    for line in slurm.setup:  # it may be a part of a longer construct, or end in a comment
-        lines += [line, f"(($? == 0)) || failed {shlex.quote(f'slurm.setup: {line.strip()}')}"]
+    for text in slurm.setup:  # it may be a part of a longer construct, or end in a comment
+        *before, last = text.strip().splitlines() or [""]
+        check = f"(($? == 0)) || failed {shlex.quote(f'slurm.setup: {last.strip()}')}"
+        lines += [_EACH_COUNTS, text, check, "trap - ERR"] if before else [text, check]
     return lines

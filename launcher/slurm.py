@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final, Literal
 
 import msgspec
@@ -83,19 +83,21 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return self.state == "PREEMPTED" or self.fields.get("PreemptTime", "None") not in ("None", "Unknown")
 
 
-def call(*argv: str, limit_s: float = CALL_LIMIT_S) -> str:
+def call(*argv: str, limit_s: float = CALL_LIMIT_S, env: Mapping[str, str] | None = None) -> str:
     """Output of one of Slurm's commands.
 
     Raises:
         SchedulerDown: it failed; NoAnswer, if it did not answer; Away, if there was nobody to ask.
     """
-    return _call(argv, limit_s).stdout
+    return _call(argv, limit_s, env).stdout
 
 
-def _call(argv: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[str]:
+def _call(
+    argv: Sequence[str], limit_s: float, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     try:  # in a session of its own: a terminal's Ctrl-C would end sbatch while its job is being taken
         done = subprocess.run(
-            argv, capture_output=True, text=True, timeout=limit_s, check=False, start_new_session=True
+            argv, capture_output=True, text=True, timeout=limit_s, check=False, start_new_session=True, env=env
         )
     except subprocess.TimeoutExpired as e:
         raise NoAnswer(f"{argv[0]} gave no answer within {limit_s:.0f} s") from e

@@ -17,6 +17,7 @@ PositiveFloat = Annotated[float, Meta(gt=0.0, le=1e9)]
 NonNegativeFloat = Annotated[float, Meta(ge=0.0, le=1e9)]
 """Bounded, so that .inf is refused; 1e9 seconds are thirty years."""
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Address = Annotated[str, Meta(pattern=r"^http://[^/?#@\s]+:\d{1,5}$")]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,6 +38,8 @@ class Models(Section, frozen=True, kw_only=True):
     """What the critic starts from, where the algorithm trains one. Empty: as the policy does."""
     teacher: Model | None = None
     """Never changed; what the policy learns from by distillation. Its tokens are the policy's."""
+    judge: Model | None = None
+    """Never changed; what rewards ask, served by engines of its own (`rollout.sets`)."""
 
 
 class Sampling(Section, frozen=True, kw_only=True):
@@ -69,13 +72,35 @@ class Filters(Section, frozen=True, kw_only=True):
     """Drop a group whose rewards have no spread (DAPO's dynamic sampling, arXiv 2503.14476): its gradient is zero."""
 
 
-class Rollout(Section, frozen=True, kw_only=True):
+class Engines(Section, frozen=True, kw_only=True):
+    """Those of one model."""
+
     engine: str = "embedded"
     """A file in runtime/rollout/engines."""
     engine_options: dict[str, Any] = {}
     """Checked by the engine's Config."""
     gpus_per_engine: Positive = 1
-    """On a site without GPUs: how many of the node's CPU slots an engine takes."""
+    """Some of a node's or all of several nodes', if the engine cuts its model so. On a site without GPUs, CPU slots."""
+    external: tuple[Address, ...] = ()
+    """Servers of this kind that somebody else runs, as in http://10.0.0.7:30000."""
+    token_file: str = ""
+    """What the external ones want as bearer token, in a file that only you can read; empty: nothing."""
+
+
+class EngineSet(Engines, frozen=True, kw_only=True):
+    """Engines of a model that is never changed, for rewards to ask."""
+
+    model: Literal["judge", "teacher"]
+    """Which of `models`."""
+    engines_per_node: Positive = 1
+    """On each node that has engines; the policy's get what is left of it. With `external` none is started."""
+
+
+class Rollout(Engines, frozen=True, kw_only=True):
+    """Sampling, with the policy's engines; external ones come to those that are started."""
+
+    sets: tuple[EngineSet, ...] = ()
+    """Engines of other models, at most one set of each."""
     num_prompts: Positive
     """Groups in a batch, that is: prompts per step."""
     num_samples: Positive
@@ -88,6 +113,11 @@ class Rollout(Section, frozen=True, kw_only=True):
     """Processes an agent computes rewards in."""
     reward_timeout_s: PositiveFloat = 30.0
     """A reward that takes longer fails its sample."""
+
+    @property
+    def engines(self) -> dict[str, Engines]:
+        """By model."""
+        return {"policy": self, **{one.model: one for one in self.sets}}
 
 
 class AlgorithmChoice(Section, frozen=True, kw_only=True):
@@ -167,8 +197,8 @@ class Sync(Section, frozen=True, kw_only=True):
     """How weights reach the engines."""
 
     channel: Literal["broadcast", "disk", "ipc", "delta"] = "broadcast"
-    """broadcast: over a process group; disk: safetensors in `folder`; ipc: memory of the trainer's node, for engines on
-    it; delta: what changed since the last push, over a process group or through `folder`, if there is one."""
+    """broadcast: over a process group; disk: safetensors in `folder`; ipc: memory that trainer ranks share with engines
+    beside them; delta: what changed since the last push, over a process group or through `folder`, if there is one."""
     folder: str = ""
     """Where versions are put, in a folder of the run's own; every engine's node must see it. Empty: the run folder."""
     bucket_bytes: Positive = 64 * 1024 * 1024
@@ -189,6 +219,8 @@ class Cluster(Section, frozen=True, kw_only=True):
     mode: Literal["split", "colocated"] = "split"
     num_train_nodes: Positive = 1
     num_rollout_nodes: NonNegative = 1
+    num_spare_nodes: NonNegative = 0
+    """Under Slurm: nodes asked for beside those in use; one of them takes the place of a node that is lost."""
 
 
 class Staleness(Section, frozen=True, kw_only=True):

@@ -82,6 +82,17 @@ def release_memory(device: torch.device) -> None:
         importlib.import_module("torch").cuda.empty_cache()
 
 
+def release_shared(device: torch.device) -> None:
+    """Give memory that was shared, and that nobody maps any more, back to torch."""
+    if is_gpu(device):
+        importlib.import_module("torch").cuda.ipc_collect()
+
+
+def uuid(device: torch.device) -> str:
+    """Which GPU it is, for processes that see others."""
+    return str(importlib.import_module("torch").cuda.get_device_properties(device).uuid)
+
+
 def visible(gpus: Sequence[int], environment: Mapping[str, str], kind: Platform) -> dict[str, str]:
     """The environment with which a process sees these GPUs of its node and no others.
 

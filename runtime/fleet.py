@@ -1,19 +1,22 @@
 """Agents and their engines, seen from the controller.
 
 Life of an engine here:  down --EngineReady--> fresh --committed(version)--> serving --EngineDown--> down
-A fresh engine holds no weights of this run; `publish` gives them to it, alone if the others are up to date.
+A fresh engine holds no weights of this run; `publish` gives them to it, alone if the others are up to date. Engines of
+other models than the policy are just up or down, and neither pushed to nor leased to.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from runtime.comm.messages import (
     AskJournal,
+    EngineBegun,
     EngineDown,
     EngineReady,
     Fault,
@@ -21,6 +24,7 @@ from runtime.comm.messages import (
     FromAgent,
     Hello,
     Journal,
+    PartDown,
     Reply,
     StopAgent,
     ToAgent,
@@ -45,6 +49,8 @@ class Mailbox(Protocol):
 class _Agent:
     rank: int
     engines: tuple[int, ...]
+    policies: tuple[int, ...]
+    """Those of the policy."""
     leases: dict[int, int] = field(default_factory=dict)
     """Lease number -> samples it runs here."""
 
@@ -61,13 +67,22 @@ class Fleet:
         """
         self._mailbox, self._on_engine = mailbox, on_engine
         self._agents = [
-            _Agent(rank=topology.agent_of(n), engines=tuple(e.id for e in topology.engines_of(n)))
+            _Agent(
+                rank=topology.agent_of(n),
+                engines=tuple(e.id for e in topology.engines_of(n)),
+                policies=tuple(e.id for e in topology.engines_of(n) if not e.is_frozen),
+            )
             for n in range(len(topology.nodes))
         ]
         self._agent_of = {e: a for a in self._agents for e in a.engines}
-        self._versions: dict[int, int | None] = dict.fromkeys(self._agent_of, None)
+        policies = [e for a in self._agents for e in a.policies]
+        self._versions: dict[int, int | None] = dict.fromkeys(policies, None)
+        self._frozen_up: set[int] = set()
+        """Engines of other models that answer."""
         self._starts: dict[int, int] = dict.fromkeys(self._agent_of, 0)
         self._ranks: dict[int, int] = dict.fromkeys(self._agent_of, 1)
+        self._slots, self._topology = {e.id: e for e in topology.engines}, topology
+        self._can: dict[int, tuple[str, ...]] = dict.fromkeys(self._agent_of, ())
         self._fresh: set[int] = set()
         self._finished: list[Finished] = []
         self._answers: dict[int, Reply | Journal] = {}
@@ -76,16 +91,20 @@ class Fleet:
     # ---- engines
 
     def alive(self) -> set[int]:
-        """Engines that answer, fresh ones included."""
+        """Engines of the policy that answer, fresh ones included."""
         return self._fresh | {e for e, v in self._versions.items() if v is not None}
 
     def fresh(self) -> set[int]:
         """Engines that wait for weights."""
         return set(self._fresh)
 
-    def all(self) -> frozenset[int]:
-        """Every engine of the run, also those that are down."""
-        return frozenset(self._versions)
+    def answering(self) -> set[int]:
+        """Engines of any model that answer."""
+        return self.alive() | self._frozen_up
+
+    def own(self) -> frozenset[int]:
+        """Every engine of any model that the run starts, also those that are down."""
+        return frozenset(e for e, slot in self._slots.items() if not slot.url)
 
     def starts(self, engine: int) -> int:
         """How often this engine has become ready: tells its processes apart."""
@@ -99,6 +118,16 @@ class Fleet:
         """Of a weight group that this engine takes: one for each part of its model."""
         return self._ranks[engine]
 
+    def can(self, engine: int, what: str) -> bool:
+        """Whether it said so, see rollout.base.Description."""
+        return what in self._can[engine]
+
+    def lenders(self, engine: int) -> tuple[int, ...]:
+        """World ranks of the trainer ranks that share memory with it, one for each rank that it has."""
+        ranks = self._topology.lenders(self._slots[engine])
+        number = self._ranks[engine]
+        return tuple(ranks[i * len(ranks) // number] for i in range(number))
+
     def committed(self, engines: Collection[int], version: int) -> None:
         self._versions |= dict.fromkeys(engines, version)
         self._fresh -= set(engines)
@@ -110,31 +139,39 @@ class Fleet:
 
     def lost(self, engines: Collection[int]) -> None:
         """These are being restarted; they come back fresh."""
-        self._versions |= dict.fromkeys(engines, None)
+        self._versions |= dict.fromkeys(self._versions.keys() & set(engines), None)
         self._fresh -= set(engines)
+        self._frozen_up -= set(engines)
 
     def wait_engines(self, timeout_s: float) -> None:
-        """Until every engine answers for the first time.
+        """Until every engine that the run starts answers for the first time, and of each model at least one.
 
         Raises:
             EngineLost: naming the engines that did not.
         """
         deadline = time.monotonic() + timeout_s
-        while missing := set(self._versions) - self.alive():
+        while missing := self._missing():
             if time.monotonic() > deadline:
                 raise EngineLost(
                     f"controller waited {timeout_s:.0f} s for engines {sorted(missing)} to start; see their logs"
                 )
             self._receive(0.5)
 
+    def _missing(self) -> set[int]:
+        up, of_model = self.answering(), defaultdict(set)
+        for engine, slot in self._slots.items():
+            of_model[slot.model].add(engine)
+        return set(self.own() - up).union(*(engines for engines in of_model.values() if not engines & up))
+
     # ---- leases
 
     def lease(self, leases: Sequence[Lease]) -> None:
-        """Hand leases to the agents with the least to do per engine."""
+        """Hand leases to the agents with the least to do per engine that answers; where none does, per engine."""
         work: dict[int, list[Lease]] = {}
-        holders = [a for a in self._agents if a.engines]
+        up = self.alive() or self._versions.keys()
+        holders = [(a, n) for a in self._agents if (n := len(up & set(a.policies)))]
         for lease in leases:
-            agent = min(holders, key=lambda a: (sum(a.leases.values()) / len(a.engines), a.rank))
+            agent, _ = min(holders, key=lambda held: (sum(held[0].leases.values()) / held[1], held[0].rank))
             agent.leases[lease.number] = lease.num_samples
             work.setdefault(agent.rank, []).append(lease)
         for rank, mine in work.items():
@@ -151,7 +188,7 @@ class Fleet:
 
     def journal(self, timeout_s: float) -> dict[int, tuple[tuple[Completion, ...], ...]]:
         """Of every running lease, what it has sampled so far."""
-        requests = [self.ask(a.rank, lambda r: AskJournal(request=r)) for a in self._agents if a.engines]
+        requests = [self.ask(a.rank, lambda r: AskJournal(request=r)) for a in self._agents if a.policies]
         out: dict[int, tuple[tuple[Completion, ...], ...]] = {}
         for answer in self.answers(requests, "journals", timeout_s):
             assert isinstance(answer, Journal)
@@ -204,15 +241,21 @@ class Fleet:
         match message:
             case Hello():
                 logger.info("agent of node %d is rank %d", message.node, rank)
+            case EngineBegun():
+                self._pass_on(message)
+            case PartDown():
+                self._mailbox.send(self._agent_of[message.engine].rank, message)
             case EngineReady():
                 self._starts[message.engine] += 1
                 self._ranks[message.engine] = message.num_ranks
-                self._fresh.add(message.engine)
+                self._can[message.engine] = message.can
+                (self._fresh if message.engine in self._versions else self._frozen_up).add(message.engine)
                 self._on_engine("engine_ready", message.engine, "")
             case EngineDown():
                 self.lost([message.engine])
                 logger.warning("engine %d is down: %s", message.engine, message.reason)
                 self._on_engine("engine_down", message.engine, message.reason)
+                self._pass_on(message)
             case Finished():
                 agent = next(a for a in self._agents if a.rank == rank)
                 agent.leases.pop(message.group.lease, None)
@@ -222,6 +265,11 @@ class Fleet:
             case Fault():
                 raise fault_error(message)
         return True
+
+    def _pass_on(self, message: EngineBegun | EngineDown) -> None:
+        """To the agents of the engine's other nodes."""
+        for node in self._slots[message.engine].nodes[1:]:
+            self._mailbox.send(self._topology.agent_of(node), message)
 
 
 def fault_error(fault: Fault) -> SluiceError:

@@ -20,6 +20,8 @@ from runtime.comm.messages import (
     Export,
     Failed,
     JoinGroup,
+    Lend,
+    Lent,
     Opened,
     OpenGroup,
     Push,
@@ -28,6 +30,7 @@ from runtime.comm.messages import (
     Saved,
     Sleep,
     StopTrainer,
+    TakeBack,
     Train,
     Trained,
     Wake,
@@ -111,6 +114,25 @@ class Learner:
         assert isinstance(answer, Pushed), answer
         return answer
 
+    def lend(self, command: Lend, readers: Mapping[int, int], timeout_s: float) -> dict[int, Lent]:
+        """The next bucket of a push, in shared memory.
+
+        Args:
+            readers: world rank -> how many engines it shares with; that of the others is 0.
+
+        Returns:
+            What each rank says, by world rank.
+        """
+        commands = [msgspec.structs.replace(command, readers=readers.get(rank, 0)) for rank in self._ranks]
+        found: dict[int, Lent] = {}
+        for rank, answer in zip(self._ranks, self._answers_to(commands, "the next bucket", timeout_s), strict=True):
+            assert isinstance(answer, Lent), answer
+            found[rank] = answer
+        return found
+
+    def take_back(self, timeout_s: float) -> None:
+        self._done(self._do(TakeBack(), "trainer ranks to take their memory back", timeout_s))
+
     # ---- turns with engines
 
     def sleep(self, timeout_s: float) -> None:
@@ -138,7 +160,7 @@ class Learner:
 
     def _look(self) -> None:
         assert self._written is not None
-        answers = self._answers_to(AskSaved(), "an answer", TRANSFER_S)
+        answers = self._answers_to([AskSaved()] * len(self._ranks), "an answer", TRANSFER_S)
         self._asked = time.monotonic()
         if all(isinstance(answer, Saved) and answer.is_written for answer in answers):
             written, self._written = self._written, None
@@ -170,12 +192,12 @@ class Learner:
 
     def _do(self, command: Command, what: str, timeout_s: float) -> Answer:
         """One command to all ranks; the first rank's answer, or the first failure."""
-        answers = self._answers_to(command, what, timeout_s)
+        answers = self._answers_to([command] * len(self._ranks), what, timeout_s)
         return next((a for a in answers if isinstance(a, Failed)), answers[0])
 
-    def _answers_to(self, command: Command, what: str, timeout_s: float) -> list[Answer]:
-        """One command to all ranks; their answers, in the order of ranks."""
-        self._say([command] * len(self._ranks))
+    def _answers_to(self, commands: Sequence[Command], what: str, timeout_s: float) -> list[Answer]:
+        """One command to each rank; their answers, in the order of ranks."""
+        self._say(commands)
         deadline = time.monotonic() + timeout_s
         while not self._collect():
             if time.monotonic() > deadline:

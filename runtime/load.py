@@ -1,7 +1,7 @@
 """From a YAML file and `--set` overrides to a RunConfig or SiteConfig, or to one error that says what to change.
 
-Paths of models and data are looked up from the current directory, then from the folder of the file that names them,
-and are absolute in the resolved config; `runs_dir` is relative to the current directory. Errors, here and in the
+Paths of models, data and tokens are looked up from the current directory, then from the folder of the file that names
+them, and are absolute in the resolved config; `runs_dir` is relative to the current directory. Errors, here and in the
 launcher's checks, name the file of the `extends` chain in which the key stands, and its line.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -26,6 +27,7 @@ T = TypeVar("T", bound=Section)
 SITE_DIR: Final = Path("configs/site")
 
 _WALLTIME: Final = "a time as [days-]hours:minutes:seconds, such as 04:00:00"
+_ADDRESS: Final = "an address with its port, such as http://10.0.0.7:30000"
 
 
 class Loaded(msgspec.Struct, frozen=True):
@@ -136,6 +138,11 @@ def _resolve_paths(tree: Entry) -> Entry:
         evaluation = values["evaluation"]
         sets = {k: _each(e, _absolute) if k == "sets" else e for k, e in evaluation.value.items()}
         values["evaluation"] = Entry(sets, evaluation.file, evaluation.line)
+    if "rollout" in values and isinstance(values["rollout"].value, dict):
+        token = partial(_absolute, key="token_file")
+        rollout = token(values["rollout"])
+        sets = {k: _each(e, token) if k == "sets" else e for k, e in rollout.value.items()}
+        values["rollout"] = Entry(sets, rollout.file, rollout.line)
     runs = values.get("runs_dir", Entry("runs", tree.file))
     if isinstance(runs.value, str):
         values["runs_dir"] = Entry(str(Path(runs.value).absolute()), runs.file, runs.line)
@@ -149,15 +156,15 @@ def _each(entry: Entry, change: Callable[[Entry], Entry]) -> Entry:
     return Entry([change(e) for e in entry.value], entry.file, entry.line) if isinstance(entry.value, list) else entry
 
 
-def _absolute(entry: Entry) -> Entry:
-    path = entry.value.get("path") if isinstance(entry.value, dict) else None
+def _absolute(entry: Entry, key: str = "path") -> Entry:
+    path = entry.value.get(key) if isinstance(entry.value, dict) else None
     if path is None or not isinstance(path.value, str) or not path.value:
         return entry
     beside = Path(path.file).parent / path.value
     chosen = Path(path.value)
     if path.line and not source.exists(chosen) and source.exists(beside):
         chosen = beside
-    return Entry({**entry.value, "path": Entry(str(chosen.absolute()), path.file, path.line)}, entry.file, entry.line)
+    return Entry({**entry.value, key: Entry(str(chosen.absolute()), path.file, path.line)}, entry.file, entry.line)
 
 
 # ---- types -------------------------------------------------------------------------------------------------------
@@ -232,7 +239,7 @@ def _describe(kind: inspect.Type) -> str:
             return f"one of: {', '.join(map(str, values))}"
         case inspect.StrType(pattern=pattern):
             if pattern and ":" in pattern:
-                return _WALLTIME
+                return _ADDRESS if pattern.startswith("^http") else _WALLTIME
             return f"text that matches {pattern}" if pattern else "text (in quotes if it looks like a number)"
         case inspect.VarTupleType():
             return "a list (lines that start with `- `)"

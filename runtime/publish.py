@@ -8,19 +8,26 @@
 
 The group is kept as long as its members stay the same. A member that fails is named, restarted by its agent, and left
 out; when it is back it gets the version alone. Through a folder there is no group: the trainer ranks write the version
-first, and engines load it while they are paused.
+first, and engines load it while they are paused. Nor is there one where engines map the trainer ranks' memory:
+
+    Lend (a bucket) --------------------------------------------------------> every trainer rank shares its memory
+    Take (its handles) -> pause, take ---------------->  copy the bucket      the next one is put together
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
-from runtime.comm.messages import Commit, Connect, Disconnect, Push, Pushed, Receive, Reply, Restart
+from runtime.comm.buckets import buckets
+from runtime.comm.messages import Commit, Connect, Disconnect, Lend, Push, Pushed, Receive, Reply, Restart, Take
 from runtime.config import Sync
 from runtime.errors import WeightMismatch
 from runtime.fleet import Fleet
@@ -99,8 +106,8 @@ class Publisher:
 
     def _push(self, version: int, engines: frozenset[int]) -> tuple[frozenset[int], Pushed]:
         """Until it goes well for those that are left; they are returned."""
-        through_folder = self._sync.via == "folder"
-        push_once = self._through_folder if through_folder else self._over_group
+        via = self._via(engines)
+        push_once = {"group": self._over_group, "folder": self._through_folder, "handles": self._by_handles}[via]
         pushed, base = Pushed(digests={}), self._base(engines)
         while engines:
             pushed, failures = push_once(version, base, engines)
@@ -113,11 +120,16 @@ class Publisher:
                 failures = {e: reason for e, reason in failures.items() if e not in self._fleet.alive()}
             self._restart(failures)
             engines = engines - failures.keys()
-            if through_folder and base < 0:  # the others have taken it
+            if via != "group" and base < 0:  # the others have taken it
                 break
             # The rest of a broken group may hold half of the weights: it gets all of them again, over a new group.
             base = -1
         return engines, pushed
+
+    def _via(self, engines: Collection[int]) -> Literal["group", "folder", "handles"]:
+        """How a push travels; `ipc` as its engines want it."""
+        by_handles = self._sync.channel == "ipc" and all(self._fleet.can(e, "handles") for e in engines)
+        return "handles" if by_handles else self._sync.via
 
     def make_room(self) -> None:
         """Let trainer ranks have their memory, where engines share it."""
@@ -161,6 +173,35 @@ class Publisher:
         if self._sync.channel == "ipc":  # it takes memory
             self._forget(push.source)
         return pushed, failures
+
+    def _by_handles(self, version: int, base: int, engines: frozenset[int]) -> tuple[Pushed, dict[int, str]]:
+        """While engines take a bucket, trainer ranks put the next one together."""
+        lenders = {engine: self._fleet.lenders(engine) for engine in engines}
+        readers = Counter(rank for ranks in lenders.values() for rank in ranks)
+        begin = Lend(is_first=True, canary=self._command("", version, base).canary)
+        number, limit_s = len(buckets(self._described())), self._sync.timeout_s + MARGIN_S
+        lent = self._learner.lend(begin, readers, limit_s)
+        pushed = Pushed(digests={}, canary=next(iter(lent.values())).canary)
+        failures: dict[int, str] = {}
+        for i in range(number):
+            handles = {e: tuple(lent[rank].handle for rank in lenders[e]) for e in engines - failures.keys()}
+            requests = self._take(version, handles, is_first=i == 0, is_last=i == number - 1)
+            if i < number - 1:
+                lent = self._learner.lend(Lend(is_first=False), readers, limit_s)
+            failures |= self._failures(requests, "engines to take a bucket")
+            if not engines - failures.keys():
+                break
+        self._learner.take_back(limit_s)
+        return pushed, failures
+
+    def _take(
+        self, version: int, handles: Mapping[int, tuple[str, ...]], *, is_first: bool, is_last: bool
+    ) -> list[int]:
+        def make(request: int, engines: tuple[int, ...]) -> Take:
+            mine = {engine: handles[engine] for engine in engines}
+            return Take(request=request, version=version, handles=mine, is_first=is_first, is_last=is_last)
+
+        return self._fleet.order(handles.keys(), make)
 
     def _forget(self, source: str) -> None:
         """Of a folder that no engine needs any more."""
@@ -209,7 +250,9 @@ class Publisher:
         for engine in sorted(engines):
             ranks[engine] = size
             size += self._fleet.num_ranks(engine)
-        group = self._learner.open_group(f"weights-{self._groups_made}", size, timeout_s)
+        # An engine that somebody else runs may still be in a group of an attempt that was killed.
+        name = f"weights-{secrets.token_hex(4)}-{self._groups_made}"
+        group = self._learner.open_group(name, size, timeout_s)
         requests = self._fleet.order(
             engines, lambda r, es: Connect(request=r, address=group, ranks={e: ranks[e] for e in es})
         )

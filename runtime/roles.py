@@ -18,7 +18,7 @@ from runtime.comm.mailbox import MailboxClient, MailboxServer
 from runtime.comm.messages import Answer, Bootstrap, Command
 from runtime.comm.network import address_of
 from runtime.comm.world import World
-from runtime.config import DataSet
+from runtime.config import DataSet, Engines
 from runtime.controller import Controller, algorithm_of
 from runtime.data import name_of
 from runtime.rank import Guard, Rank, Stop
@@ -168,17 +168,17 @@ class _BeforeMpi:
 
     def be_agent(self, mailbox: MailboxClient) -> None:
         rank, config = self._rank, self._rank.config
-        name, options = config.rollout.engine, config.rollout.engine_options
-        kind: EngineKind = plugins.build("engine", name, options, "rollout.engine", "rollout.engine_options")
+        starts = _engine_starts(rank)
         settings = agent.Settings(
             node=rank.slot.node,
             rank=rank.slot.rank,
             seed=config.seed,
             datasets=self._datasets,
             tokenizer=config.models.policy.path,
+            asked={start.model: start.path for start in starts if start.is_frozen},
             max_concurrent=config.rollout.max_concurrent,
             wait_s=config.limits.rollout_s,
-            engines=_engine_starts(rank),
+            engines=starts,
             engine=EngineSettings(
                 host=address_of(rank.interface),
                 log_dir=str(rank.attempt_dir),
@@ -195,7 +195,8 @@ class _BeforeMpi:
                 sleeps=config.cluster.mode == "colocated",
             ),
         )
-        agent.run(settings, mailbox, self._spawner, kind, self._rewards)
+        kinds = {model: _kind_of(engines) for model, engines in config.rollout.engines.items()}
+        agent.run(settings, mailbox, self._spawner, kinds, self._rewards)
 
 
 def _join(rank: Rank, guard: Guard) -> World:
@@ -218,6 +219,11 @@ def _connect(rank: Rank, bootstrap: Bootstrap) -> MailboxClient:
     )
 
 
+def _kind_of(engines: Engines) -> EngineKind:
+    places = "rollout.engine", "rollout.engine_options"
+    return plugins.build("engine", engines.engine, engines.engine_options, *places)
+
+
 def _engine_starts(rank: Rank) -> tuple[EngineStart, ...]:
     environment = {**os.environ, **rank.site.env}
     platform = device.pretended(environment) if rank.site.pretend_gpus else device.platform()
@@ -225,11 +231,16 @@ def _engine_starts(rank: Rank) -> tuple[EngineStart, ...]:
         EngineStart(
             id=slot.id,
             model=slot.model,
-            path=rank.config.models.policy.path,
+            path=getattr(rank.config.models, slot.model).path,
+            url=slot.url,
+            token_file=rank.config.rollout.engines[slot.model].token_file,
             num_gpus=0 if rank.site.pretend_gpus else len(slot.gpus),
+            num_ranks=rank.config.rollout.engines[slot.model].gpus_per_engine,
+            num_nodes=len(slot.nodes),
+            node_rank=slot.nodes.index(rank.slot.node),
             env=device.visible(slot.gpus, environment, platform if slot.gpus else "cpu"),
         )
-        for slot in rank.topology.engines_of(rank.slot.node)
+        for slot in rank.topology.parts_of(rank.slot.node)
     )
 
 
@@ -251,7 +262,7 @@ def _threads(rank: Rank) -> int:
     """torch threads of a trainer rank or engine: this machine's cores over all of them that stand on it."""
     nodes = set(range(len(rank.topology.nodes))) if rank.site.scheduler == "local" else {rank.slot.node}
     here = sum(r.role == "trainer" and r.node in nodes for r in rank.topology.ranks)
-    here += sum(nodes.intersection(e.nodes) != set() for e in rank.topology.engines)
+    here += sum(nodes.intersection(e.nodes) != set() for e in rank.topology.engines if not e.url)
     return max(1, len(os.sched_getaffinity(0)) // max(1, here))
 
 

@@ -13,12 +13,13 @@ controller. In split mode engines stand on rollout nodes; colocated, on the trai
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from runtime.config import Cluster, Parallel, Rollout, SiteConfig
+from runtime.config import Cluster, EngineSet, Parallel, Rollout, SiteConfig
 from runtime.errors import ConfigError
 
 Role = Literal["agent", "trainer"]
@@ -36,11 +37,18 @@ class RankSlot(msgspec.Struct, frozen=True, kw_only=True):
 class EngineSlot(msgspec.Struct, frozen=True, kw_only=True):
     id: int
     model: str
-    kind: Literal["regular", "prefill", "decode"] = "regular"
+    """The policy, or whose engines rewards ask."""
     nodes: tuple[int, ...]
-    """The first is the node whose agent starts it."""
+    """The first is the node whose agent starts it, or speaks to it."""
     gpus: tuple[int, ...]
     """GPU indices on each of its nodes; empty on a CPU."""
+    url: str = ""
+    """Of one that somebody else runs."""
+
+    @property
+    def is_frozen(self) -> bool:
+        """Its model is never changed."""
+        return self.model != "policy"
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,8 +73,23 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
         return next(r.rank for r in self.ranks if r.node == node and r.role == "agent")
 
     def engines_of(self, node: int) -> tuple[EngineSlot, ...]:
-        """The engines that the agent of this node starts."""
+        """The engines that the agent of this node starts, or speaks to."""
         return tuple(e for e in self.engines if e.nodes[0] == node)
+
+    def parts_of(self, node: int) -> tuple[EngineSlot, ...]:
+        """Those, and the engines of other nodes' agents that stand on this node too."""
+        return tuple(e for e in self.engines if node in e.nodes)
+
+    def lenders(self, engine: EngineSlot) -> tuple[int, ...]:
+        """World ranks of the trainer ranks on its devices, in the order of its ranks. Without GPUs it is the first one
+        of each of its nodes, and of all where there is none."""
+        trainers = [r for r in self.ranks if r.role == "trainer"]
+
+        def on(node: int, device: int | None) -> int:
+            here = [r for r in trainers if r.node == node] or trainers
+            return next((r for r in here if r.device == device), here[0]).rank
+
+        return tuple(on(node, gpu) for node in engine.nodes for gpu in engine.gpus or (None,))
 
 
 def load(file: Path) -> Topology:
@@ -75,8 +98,13 @@ def load(file: Path) -> Topology:
 
 
 def num_nodes(cluster: Cluster) -> int:
-    """Nodes a run asks for, without spares."""
+    """Nodes a run uses."""
     return cluster.num_train_nodes + (cluster.num_rollout_nodes if cluster.mode == "split" else 0)
+
+
+def num_asked(cluster: Cluster) -> int:
+    """Nodes of a job: those in use, and spares."""
+    return num_nodes(cluster) + cluster.num_spare_nodes
 
 
 def leaders(trainers: Sequence[int], parallel: Parallel) -> tuple[int, ...]:
@@ -161,23 +189,59 @@ def make(cluster: Cluster, rollout: Rollout, site: SiteConfig, nodes: Sequence[s
 
 
 def _engines(cluster: Cluster, rollout: Rollout, site: SiteConfig, slots: int) -> tuple[EngineSlot, ...]:
-    width = rollout.gpus_per_engine
-    if width > slots:
-        what = "GPUs" if site.gpus_per_node else "CPU slots"
-        raise ConfigError(
-            "rollout.gpus_per_engine",
-            f"{width}, but a node of site {site.name!r} has {slots} {what}",
-            f"use at most {slots}",
-        )
+    """On each node the policy's engines have the first slots, and those of other models, set by set, the last ones.
+
+    External engines of the policy are dealt out to the agents of these nodes, as orders to one come from one agent;
+    those of other models are asked by all. Without such nodes the first training node's agent has them.
+    """
     first = cluster.num_train_nodes if cluster.mode == "split" else 0
     count = cluster.num_rollout_nodes if cluster.mode == "split" else cluster.num_train_nodes
-    return tuple(
-        EngineSlot(
-            id=(node - first) * (slots // width) + i,
-            model="policy",
-            nodes=(node,),
-            gpus=tuple(range(i * width, (i + 1) * width)) if site.gpus_per_node else (),
-        )
-        for node in range(first, first + count)
-        for i in range(slots // width)
-    )
+    nodes = range(first, first + count)
+    holders = nodes or range(1)
+    own = [one for one in rollout.sets if not one.external]
+    left, width = _share(rollout, own, site, (slots, count)) if nodes else (0, 1)
+    span = max(1, width // slots)
+    if own and not nodes:
+        fix = "raise cluster.num_rollout_nodes, or give external addresses"
+        raise ConfigError("rollout.sets", f"the {own[0].model}'s engines need rollout nodes, and there are none", fix)
+    made: list[EngineSlot] = []
+
+    def add(model: str, node: int, gpus: range = range(0), url: str = "", span: int = 1) -> None:
+        here, on = tuple(gpus) if site.gpus_per_node else (), tuple(range(node, node + span))
+        made.append(EngineSlot(id=len(made), model=model, nodes=on, gpus=here, url=url))
+
+    for node in nodes[::span]:
+        for i in range(span * left // width):
+            add("policy", node, range(i * width, min((i + 1) * width, slots)), span=span)
+    for i, url in enumerate(rollout.external):
+        add("policy", holders[i % len(holders)], url=url)
+    for node in nodes:
+        at = slots
+        for one in own:
+            for _ in range(one.engines_per_node):
+                add(one.model, node, range(at - one.gpus_per_engine, at))
+                at -= one.gpus_per_engine
+    for one in rollout.sets:
+        for node, url in product(holders, one.external):
+            add(one.model, node, url=url)
+    return tuple(made)
+
+
+def _share(rollout: Rollout, sets: Sequence[EngineSet], site: SiteConfig, there: tuple[int, int]) -> tuple[int, int]:
+    """Slots of a node that are the policy's, and how many an engine of it takes: some of a node, or all of several.
+
+    Args:
+        there: slots of a node, and nodes.
+    """
+    slots, num_nodes = there
+    taken, width = sum(one.gpus_per_engine * one.engines_per_node for one in sets), rollout.gpus_per_engine
+    if width > slots - taken:
+        has = f"but a node of site {site.name!r} has {slots} {'GPUs' if site.gpus_per_node else 'CPU slots'}"
+        if not taken and (width % slots or num_nodes % (width // slots)):
+            fix = f"use at most {slots}, or as many as several nodes have, of which the {num_nodes} are a multiple"
+            raise ConfigError("rollout.gpus_per_engine", f"{width}, {has}", fix)
+        if not taken:
+            return slots, width
+        problem = f"take {taken}, {has}, and an engine of the policy needs {width}"
+        raise ConfigError("rollout.sets", problem, "lower engines_per_node or gpus_per_engine, or use larger nodes")
+    return slots - taken, width

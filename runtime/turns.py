@@ -5,6 +5,8 @@
     to_engines   trainer ranks sleep; engines have all their memory, and those that are down are started, as all of
                  them are at first
 
+Engines of other models than the policy keep their weights, in the host's memory, and wake in `to_engines` alone.
+
 An engine that is lost while it sleeps stays down until engines have their turn: starting, it would need memory that
 trainer ranks use. It comes back empty, and gets its weights in a turn of the trainer ranks between.
 """
@@ -35,9 +37,9 @@ class Turns:
         """Nothing happens if it is their turn already."""
         if self.is_trainers:
             return
-        requests = self._fleet.order(self._fleet.all(), lambda r, es: SleepEngines(request=r, engines=es))
+        requests = self._fleet.order(self._fleet.own(), lambda r, es: SleepEngines(request=r, engines=es))
         failures = self._failures(requests, "engines to sleep", self._start_s + self._order_s)
-        if stuck := failures.keys() & self._fleet.alive():
+        if stuck := failures.keys() & self._fleet.answering():
             reason = next(failures[e] for e in sorted(stuck))
             self._fleet.tell(stuck, lambda es: Restart(engines=es, reason=reason))
             self._fleet.lost(stuck)
@@ -55,7 +57,7 @@ class Turns:
 
     def _wake(self, *, serve: bool) -> None:
         """An engine that does not wake fails at what it is told next, and is started again."""
-        requests = self._fleet.order(self._fleet.all(), lambda r, es: WakeEngines(request=r, engines=es, serve=serve))
+        requests = self._fleet.order(self._fleet.own(), lambda r, es: WakeEngines(request=r, engines=es, serve=serve))
         for engine, reason in self._failures(requests, "engines to wake", self._order_s).items():
             logger.warning("engine %d does not wake: %s", engine, reason)
 

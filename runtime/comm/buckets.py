@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Final
 
+import msgspec
+
 from runtime.types import Manifest
 
 FLAT_BYTES: Final = 1 << 20
@@ -24,6 +26,16 @@ ITEM_BYTES: Final[dict[str, int]] = {
     "uint8": 1,
     "bool": 1,
 }
+
+
+class TakeDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine's processes are told where it is not our own: see comm.weights.loader."""
+
+    manifest: Manifest
+    source: str
+    """Weight group or folder, as `manifest.via` has it."""
+    answer: str
+    """File that will say what went wrong, or nothing."""
 
 
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:

@@ -72,6 +72,18 @@ class Receive(Record, frozen=True, kw_only=True, tag="receive"):
     engines: tuple[int, ...]
 
 
+class Take(Record, frozen=True, kw_only=True, tag="take"):
+    """Let these engines take one bucket of a push from memory that trainer ranks share; the first one pauses them.
+    Answered by a Reply."""
+
+    request: int
+    version: int
+    handles: dict[int, tuple[str, ...]]
+    """Engine id -> one for each rank of it, see comm.weights.handles."""
+    is_first: bool
+    is_last: bool
+
+
 class Commit(Record, frozen=True, kw_only=True, tag="commit"):
     """Compare checksums with the digests, continue generation, compare the canary; answered by a Reply."""
 
@@ -136,7 +148,7 @@ class Hello(Record, frozen=True, kw_only=True, tag="hello"):
 
 
 class EngineReady(Record, frozen=True, kw_only=True, tag="engine_ready"):
-    """An engine answers; it holds no weights of this run yet."""
+    """An engine answers; one of the policy holds no weights of this run yet."""
 
     engine: int
     model: str
@@ -146,8 +158,28 @@ class EngineReady(Record, frozen=True, kw_only=True, tag="engine_ready"):
     """Of a weight group that it takes."""
 
 
+class EngineBegun(Record, frozen=True, kw_only=True, tag="engine_begun"):
+    """The first node's process of an engine that stands on several was started. Passed on to the agents of the others,
+    which end what they have of it and start their parts."""
+
+    engine: int
+    start: int
+    """Which of its starts, as the first node's agent counts them."""
+    address: str
+    """Where its processes meet."""
+
+
+class PartDown(Record, frozen=True, kw_only=True, tag="part_down"):
+    """A part on another node than the first ended. Passed on to the first node's agent: the engine is lost."""
+
+    engine: int
+    start: int
+    reason: str
+
+
 class EngineDown(Record, frozen=True, kw_only=True, tag="engine_down"):
-    """An engine died, hung or failed; its agent is starting it again, its generate calls wait."""
+    """An engine died, hung or failed; its agent is starting it again, its generate calls wait. Passed on to the agents
+    of its other nodes, which end their parts."""
 
     engine: int
     reason: str
@@ -189,8 +221,9 @@ class Fault(Record, frozen=True, kw_only=True, tag="fault"):
     traceback: str
 
 
-ToAgent = Work | Connect | Receive | Commit | Disconnect | SleepEngines | WakeEngines | Restart | AskJournal | StopAgent
-FromAgent = Hello | EngineReady | EngineDown | Finished | Journal | Reply | Fault
+Order = Connect | Receive | Take | Commit | Disconnect | SleepEngines | WakeEngines
+ToAgent = Work | Order | Restart | AskJournal | StopAgent | EngineBegun | EngineDown | PartDown
+FromAgent = Hello | EngineBegun | EngineReady | EngineDown | PartDown | Finished | Journal | Reply | Fault
 
 # ---- controller -> trainer ranks (MPI): one stream of commands, each answered by every rank it was sent to ---------
 
@@ -233,6 +266,21 @@ class Push(Record, frozen=True, kw_only=True, tag="push"):
     """Send what changed since this version, the one pushed last; -1: everything."""
     canary: tuple[int, ...] = ()
     """Tokens to score besides; empty: none."""
+
+
+class Lend(Record, frozen=True, kw_only=True, tag="lend"):
+    """Share the next bucket of a push; answered by Lent."""
+
+    is_first: bool
+    """Begin a push."""
+    readers: int = 0
+    """Engines that this rank shares it with; 0: it only takes part in gathering."""
+    canary: tuple[int, ...] = ()
+    """Tokens to score besides; empty: none."""
+
+
+class TakeBack(Record, frozen=True, kw_only=True, tag="take_back"):
+    """The push is over: what was shared is free again."""
 
 
 class Save(Record, frozen=True, kw_only=True, tag="save"):
@@ -283,13 +331,19 @@ class Pushed(Record, frozen=True, kw_only=True, tag="pushed"):
     canary: Canary | None = None
 
 
+class Lent(Record, frozen=True, kw_only=True, tag="lent"):
+    handle: str
+    """Of this rank's memory, see comm.weights.handles; empty: it shares none."""
+    canary: Canary | None = None
+
+
 class Saved(Record, frozen=True, kw_only=True, tag="saved"):
     is_written: bool
     """Whether what Save began is on disk."""
 
 
 class Done(Record, frozen=True, kw_only=True, tag="done"):
-    """JoinGroup, CloseGroup, Save, Export, Sleep, Wake and StopTrainer went well."""
+    """JoinGroup, CloseGroup, TakeBack, Save, Export, Sleep, Wake and StopTrainer went well."""
 
 
 class Failed(Record, frozen=True, kw_only=True, tag="failed"):
@@ -298,10 +352,9 @@ class Failed(Record, frozen=True, kw_only=True, tag="failed"):
     reason: str
 
 
-Command = (
-    Train | OpenGroup | JoinGroup | CloseGroup | Describe | Push | Save | AskSaved | Export | Sleep | Wake | StopTrainer
-)
-Answer = Trained | Opened | Described | Pushed | Saved | Done | Failed
+OfWeights = Describe | OpenGroup | JoinGroup | CloseGroup | Push | Lend | TakeBack
+Command = Train | OfWeights | Save | AskSaved | Export | Sleep | Wake | StopTrainer
+Answer = Trained | Opened | Described | Pushed | Lent | Saved | Done | Failed
 
 # ---- codec -------------------------------------------------------------------------------------------------------
 

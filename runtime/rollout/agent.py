@@ -10,7 +10,8 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -21,15 +22,20 @@ from runtime.comm.messages import (
     Commit,
     Connect,
     Disconnect,
+    EngineBegun,
+    EngineDown,
     Fault,
     Finished,
     FromAgent,
     Hello,
+    Order,
+    PartDown,
     Receive,
     Reply,
     Restart,
     SleepEngines,
     StopAgent,
+    Take,
     ToAgent,
     WakeEngines,
     Work,
@@ -38,8 +44,11 @@ from runtime.comm.messages import Journal as JournalMessage
 from runtime.config import DataSet
 from runtime.errors import EngineLost, SluiceError
 from runtime.rollout import keeper
+from runtime.rollout.ask import Asking, Served
 from runtime.rollout.base import EngineKind, Environment
+from runtime.rollout.external import ExternalKeeper
 from runtime.rollout.keeper import EngineSettings, EngineStart, Keeper
+from runtime.rollout.part import Part
 from runtime.rollout.pool import Pool
 from runtime.rollout.process import Exited
 from runtime.rollout.sampler import Journal, Sampler
@@ -49,7 +58,8 @@ from runtime.types import Lease
 
 logger = logging.getLogger("agent")
 
-Order = Connect | Receive | Commit | Disconnect | SleepEngines | WakeEngines
+Kinds = Mapping[str, EngineKind]
+"""By model."""
 
 
 class Mailbox(Protocol):
@@ -73,6 +83,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """By the name that prompts carry, evaluation sets included."""
     tokenizer: str
     """Folder of the policy's tokenizer."""
+    asked: dict[str, str] = {}
+    """Models that rewards may ask -> folder of their tokenizer."""
     max_concurrent: int
     """Samples that run at the same time."""
     wait_s: float
@@ -81,22 +93,23 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineSettings
 
 
-def run(settings: Settings, mailbox: Mailbox, spawner: Spawner, kind: EngineKind, rewards: RewardPool) -> None:
+def run(settings: Settings, mailbox: Mailbox, spawner: Spawner, kinds: Kinds, rewards: RewardPool) -> None:
     """Be an agent until told to stop, in a thread or a process of its own."""
-    asyncio.run(serve(settings, mailbox, spawner, kind, rewards))
+    asyncio.run(serve(settings, mailbox, spawner, kinds, rewards))
 
 
-async def serve(settings: Settings, mailbox: Mailbox, spawner: Spawner, kind: EngineKind, rewards: RewardPool) -> None:
+async def serve(settings: Settings, mailbox: Mailbox, spawner: Spawner, kinds: Kinds, rewards: RewardPool) -> None:
     """Be an agent until told to stop.
 
     Args:
         mailbox, spawner, rewards: made before MPI_Init or just after it; the caller closes them.
+        kinds: of the engines of each model.
 
     Raises:
         SluiceError, Exception: the first thing that went wrong; the controller was sent a Fault.
     """
     try:
-        await _Agent(settings, mailbox, spawner, kind, rewards).run()
+        await _Agent(settings, mailbox, spawner, kinds, rewards).run()
     except Exception as e:  # the edge of the agent: nothing is lost, the attempt ends
         first = _first(e)
         fault = first.kind if isinstance(first, SluiceError) else "bug"
@@ -115,13 +128,25 @@ def _first(error: BaseException) -> BaseException:
 
 class _Agent:
     def __init__(
-        self, settings: Settings, mailbox: Mailbox, spawner: Spawner, kind: EngineKind, rewards: RewardPool
+        self, settings: Settings, mailbox: Mailbox, spawner: Spawner, kinds: Kinds, rewards: RewardPool
     ) -> None:
         self._settings, self._mailbox, self._spawner, self._rewards = settings, mailbox, spawner, rewards
         pool = Pool(settings.wait_s)
-        self._keepers = {
-            start.id: Keeper(start, settings.engine, kind, spawner, pool, mailbox.send) for start in settings.engines
+        pools = {name: Pool(settings.engine.start_s, f"a question to the {name}") for name in settings.asked}
+        self._asked = {
+            name: Served(pool=pools[name], tokenizer=HfTokenizer(path)) for name, path in settings.asked.items()
         }
+        pools["policy"] = pool
+        self._keepers: dict[int, Keeper] = {}
+        self._parts: dict[int, Part] = {}
+        """Of engines that other agents keep."""
+        for start in settings.engines:
+            if start.node_rank:
+                self._parts[start.id] = Part(start, settings.engine, kinds[start.model], spawner, mailbox.send)
+                continue
+            make = ExternalKeeper if start.url else Keeper
+            which = kinds[start.model], spawner, pools[start.model]
+            self._keepers[start.id] = make(start, settings.engine, *which, mailbox.send)
         self._sampler = Sampler(
             seed=settings.seed,
             pool=pool,
@@ -136,7 +161,7 @@ class _Agent:
 
     async def run(self) -> None:
         self._mailbox.send(Hello(node=self._settings.node, rank=self._settings.rank))
-        await self._rewards.attach()
+        await self._rewards.attach(partial(Asking, self._asked, self._settings.seed))
         try:
             async with asyncio.TaskGroup() as tasks:
                 services = [tasks.create_task(self._rewards.listen()), tasks.create_task(self._hear_of_exits())]
@@ -149,7 +174,7 @@ class _Agent:
                 for task in [*services, *orders, *self._leases.values()]:
                     task.cancel()
         finally:
-            endings = (k.end() for k in self._keepers.values())
+            endings = (k.end() for k in (*self._keepers.values(), *self._parts.values()))
             for failure in await asyncio.gather(*endings, return_exceptions=True):
                 if failure is not None:
                     logger.warning("an engine did not end: %s", failure)
@@ -163,10 +188,16 @@ class _Agent:
             case Restart():
                 for engine in message.engines:
                     self._keepers[engine].restart(message.reason)
+            case EngineBegun():
+                return tasks.create_task(self._parts[message.engine].join(message))
+            case EngineDown():
+                return tasks.create_task(self._parts[message.engine].end())
+            case PartDown():
+                self._keepers[message.engine].part_down(message.start, message.reason)
             case AskJournal():
                 journals = {n: tuple(tuple(made) for made in journal) for n, journal in self._journals.items()}
                 self._mailbox.send(JournalMessage(request=message.request, journals=journals))
-            case Connect() | Receive() | Commit() | Disconnect() | SleepEngines() | WakeEngines():
+            case Connect() | Receive() | Take() | Commit() | Disconnect() | SleepEngines() | WakeEngines():
                 return tasks.create_task(self._carry_out(message))
             case _:
                 raise AssertionError(f"no agent obeys {message!r}")
@@ -194,7 +225,7 @@ class _Agent:
     async def _hear_of_exits(self) -> None:
         while True:
             ended = await self._spawner.exits.get()
-            for engine in self._keepers.values():
+            for engine in (*self._keepers.values(), *self._parts.values()):
                 engine.exited(ended.name, ended.code)
 
     async def _carry_out(self, order: Order) -> None:
@@ -212,6 +243,8 @@ class _Agent:
                 failures = await _all(
                     order.engines, lambda e: self._keepers[e].receive(order.manifest, order.version, order.source)
                 )
+            case Take():
+                failures = await _all(order.handles, lambda e: self._keepers[e].take(order))
             case Commit():
                 failures = await _all(order.engines, lambda e: commit(e, order))
             case Disconnect():

@@ -11,7 +11,7 @@ A plugin file in engines/, environments/ or rewards/ defines `Config` (a frozen 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 import numpy as np
@@ -24,7 +24,8 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     """-1: not yet pushed to."""
     can: tuple[str, ...] = ()
-    """Of: seed, spans, digests (its checksums are of the tensors that were pushed), experts, sleep, lora."""
+    """Of: seed, spans, digests (its checksums are of the tensors that were pushed), handles (it maps memory that
+    trainer ranks share), experts, sleep, lora."""
     num_ranks: int = 1
     """Of a weight group that it takes."""
 
@@ -59,6 +60,14 @@ class Engine(Protocol):
         paused."""
         ...
 
+    async def take(self, handles: Sequence[str], version: int, *, is_first: bool, is_last: bool) -> None:
+        """Take one bucket of a push from shared memory, where it can "handles"; the engine is paused.
+
+        Args:
+            handles: one for each of its ranks, see comm.weights.handles.
+        """
+        ...
+
     async def sleep(self) -> None:
         """Give all memory back, weights and cache; it is paused, and nothing runs. It answers probes, but generates
         nothing."""
@@ -84,8 +93,12 @@ class Engine(Protocol):
 
     async def health(self) -> bool: ...
 
+    async def take_over(self) -> None:
+        """Undo what an agent that is gone may have left: half a push, a pause. It need not be there."""
+        ...
+
     async def close(self) -> None:
-        """Close the connection; ending the process is the spawner's."""
+        """Close the connection; ending the process is the spawner's, or somebody else's."""
         ...
 
 
@@ -101,11 +114,21 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     token_file: str
     num_gpus: int
     """That it sees; 0: it runs on a CPU."""
+    num_ranks: int = 1
+    """That its model is cut over, where it can be: its GPUs, or as many slots of CPUs."""
+    num_nodes: int = 1
+    """That it stands on, with as many ranks each."""
+    node_rank: int = 0
+    """Which of them this is; the engine answers on the first."""
+    address: str = ""
+    """Where the first one's process meets the others; empty: this is the first one, which meets them at PEER_PORT."""
     threads: int
     """Its share of the node's cores."""
     deterministic: bool
     sleeps: bool = False
     """Trainer ranks have its GPUs while it sleeps."""
+    is_frozen: bool = False
+    """Nothing is pushed to it: it reads its weights itself when it starts, and keeps them while it sleeps."""
 
 
 class EngineKind(Protocol):
@@ -113,8 +136,10 @@ class EngineKind(Protocol):
 
     runs_on_gpu: bool
     """Whether it uses the GPUs of its slot, or a CPU."""
-    takes_deltas: bool
-    """Whether it knows comm.weights.delta."""
+    spans_nodes: bool
+    """Whether an engine may stand on several nodes, one process tree on each."""
+    takes_handles: bool
+    """Whether it maps memory that trainer ranks share with it: comm.weights.handles."""
 
     def command(self, launch: Launch) -> list[str]:
         """argv of the server.
@@ -127,6 +152,14 @@ class EngineKind(Protocol):
 
     def client(self, *, url: str, token: str, timeout_s: float) -> Engine: ...
 
+    def takes_deltas(self, model: Mapping[str, Any]) -> bool:
+        """Whether one that is started here, with these options, can be pushed comm.weights.delta.
+
+        Args:
+            model: its config.json.
+        """
+        ...
+
     def check(self, where: str) -> None:
         """Before a run is submitted: whether what the server needs is there. Fast, and without starting anything.
 
@@ -136,6 +169,10 @@ class EngineKind(Protocol):
         Raises:
             ConfigError: it is not.
         """
+        ...
+
+    def check_sleep(self, where: str) -> None:
+        """As `check`, whether a server on a GPU can give its memory back."""
         ...
 
 
@@ -166,8 +203,25 @@ class Environment(Protocol):
         ...
 
 
+GREEDY: Final = SamplingParams(temperature=0.0)
+
+
+class Ask(Protocol):
+    async def __call__(self, model: str, messages: Sequence[Mapping[str, str]], params: SamplingParams = GREEDY) -> str:
+        """What a model of `rollout.sets` answers: text, without special tokens. Its seed, if `params` has none, follows
+        from run, prompt and question. While no engine of it is up the reward's time stands still.
+
+        Raises:
+            ValueError: no set serves such a model, or its engine refuses the question, such as one that is too long.
+            WaitTimeout: no engine of it was up for as long as one may take to start.
+        """
+        ...
+
+
 class Reward(Protocol):
-    async def score(self, samples: Sequence[Sample], texts: Sequence[str], prompt: Prompt) -> list[float | None]:
+    async def score(
+        self, samples: Sequence[Sample], texts: Sequence[str], prompt: Prompt, ask: Ask
+    ) -> list[float | None]:
         """One reward a sample; None where it failed. texts[i] is the sampled text of samples[i]."""
         ...
 

@@ -3,21 +3,23 @@
 start --answers--> EngineReady: fresh --Commit--> in the pool --Receive--> out of it --Commit--> in the pool
   ^                                                                                                  |
   +---------- EngineDown: exited, silent, failed at a completion, or told to restart <---------------+
+
+An engine of another model than the policy is in the pool as soon as it answers: nothing is pushed to it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
-from runtime.comm.messages import Canary, EngineDown, EngineReady
+from runtime.comm.messages import Canary, EngineBegun, EngineDown, EngineReady, Take
 from runtime.errors import EngineLost
-from runtime.rollout.base import EngineKind, Launch
+from runtime.rollout.base import Engine, EngineKind, Launch
+from runtime.rollout.endings import end_of, how_it_ended
 from runtime.rollout.pool import Pool, Running
 from runtime.rollout.process import Started
 from runtime.rollout.proof import off_canary, other_bytes
@@ -30,7 +32,6 @@ EXIT_S = 0.5
 """For word of an exit after a call failed: it says more than a broken connection."""
 GRACE_S = 5.0
 """From TERM to KILL."""
-LOG_LINES = 5
 ABORT_S = 0.02
 """For answers of aborted requests to arrive."""
 
@@ -80,8 +81,39 @@ class EngineStart(msgspec.Struct, frozen=True, kw_only=True):
     """Folder of the model."""
     num_gpus: int = 0
     """0: it runs on a CPU."""
+    num_ranks: int = 1
+    """That its model is cut over, where it can be."""
+    num_nodes: int = 1
+    node_rank: int = 0
+    """Above 0: this is a part of an engine that the agent of its first node keeps."""
     env: dict[str, str]
     """All of its environment, visible devices included."""
+    url: str = ""
+    """Of one that somebody else runs."""
+    token_file: str = ""
+    """What it wants as bearer token; empty: nothing."""
+
+    @property
+    def is_frozen(self) -> bool:
+        """Nothing is pushed to it."""
+        return self.model != "policy"
+
+    def launch(self, s: EngineSettings, address: str = "") -> Launch:
+        return Launch(
+            model=self.path,
+            dtype=s.dtype,
+            host=s.host,
+            token_file=s.token_file,
+            num_gpus=self.num_gpus,
+            num_ranks=self.num_ranks,
+            num_nodes=self.num_nodes,
+            node_rank=self.node_rank,
+            address=address,
+            threads=s.threads,
+            deterministic=s.deterministic,
+            sleeps=s.sleeps,
+            is_frozen=self.is_frozen,
+        )
 
 
 class Keeper:
@@ -92,7 +124,7 @@ class Keeper:
         kind: EngineKind,
         spawner: Spawner,
         pool: Pool,
-        report: Callable[[EngineReady | EngineDown], None],
+        report: Callable[[EngineBegun | EngineReady | EngineDown], None],
     ) -> None:
         self._start, self._settings, self._kind = start, settings, kind
         self._spawner, self._pool, self._report = spawner, pool, report
@@ -108,7 +140,7 @@ class Keeper:
         """Orders to one engine are carried out one after the other."""
         self._may_run = asyncio.Event()
         """Clear while another has its memory: an engine that is lost then is not started again before."""
-        if not settings.sleeps:
+        if start.url or not settings.sleeps:
             self._may_run.set()
         self._is_starting = False
 
@@ -144,10 +176,13 @@ class Keeper:
     def exited(self, process: str, code: int) -> None:
         """A process ended; that of an earlier start, or said again, is no news."""
         if process == self.process and not self._ended.done():
-            how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-            last_words = "" if code == -signal.SIGKILL else _end_of(self.log)
-            reason = f"the engine {how}{last_words}"
+            reason = f"the engine {how_it_ended(code, self.log)}"
             self._ended.set_result(reason)
+            self._lose(reason)
+
+    def part_down(self, start: int, reason: str) -> None:
+        """A part of this start, on another node, ended."""
+        if start == self._starts:
             self._lose(reason)
 
     def restart(self, reason: str) -> None:
@@ -177,21 +212,7 @@ class Keeper:
         self._starts += 1
         self._lost = asyncio.get_running_loop().create_future()
         self._ended = asyncio.get_running_loop().create_future()
-        launch = Launch(
-            model=start.path,
-            dtype=s.dtype,
-            host=s.host,
-            token_file=s.token_file,
-            num_gpus=start.num_gpus,
-            threads=s.threads,
-            deterministic=s.deterministic,
-            sleeps=s.sleeps,
-        )
-        argv = self._kind.command(launch)
-        started = await self._spawner.start(self.process, argv, start.env, self.log, s.host)
-        host = f"[{s.host}]" if ":" in s.host else s.host
-        token = Path(s.token_file).read_text().strip()
-        engine = self._kind.client(url=f"http://{host}:{started.port}", token=token, timeout_s=s.call_s)
+        engine = await self._open()
         running = Running(start.id, engine, self._lost)
         try:
             async with asyncio.timeout(s.start_s):
@@ -200,14 +221,27 @@ class Keeper:
                 description = await running.call(engine.describe())
             self._running = running
         except TimeoutError:
-            raise EngineLost(f"engine {start.id} did not answer within {s.start_s:g} s{_end_of(self.log)}") from None
+            raise EngineLost(f"engine {start.id} did not answer within {s.start_s:g} s{end_of(self.log)}") from None
         finally:
             if self._running is None:
                 await engine.close()
         self._can = description.can
         ready = EngineReady(engine=start.id, model=start.model, can=description.can, num_ranks=description.num_ranks)
         self._report(ready)
+        if start.is_frozen:
+            self._pool.admit(running)
         return running
+
+    async def _open(self) -> Engine:
+        """Start its server; a client of it."""
+        s, start = self._settings, self._start
+        argv = self._kind.command(start.launch(s))
+        started = await self._spawner.start(self.process, argv, start.env, self.log, s.host)
+        host = f"[{s.host}]" if ":" in s.host else s.host
+        if start.num_nodes > 1:
+            self._report(EngineBegun(engine=start.id, start=self._starts, address=f"{host}:{started.peer_port}"))
+        token = Path(s.token_file).read_text().strip()
+        return self._kind.client(url=f"http://{host}:{started.port}", token=token, timeout_s=s.call_s)
 
     async def _watch(self, running: Running) -> str:
         """Until it is lost; why. Traffic shows that it lives; when there is none it is probed."""
@@ -268,6 +302,18 @@ class Keeper:
 
         await self._order(work)
 
+    async def take(self, order: Take) -> None:
+        """Like `receive`, bucket by bucket."""
+
+        async def work(running: Running) -> None:
+            if order.is_first:
+                self._pool.withdraw(running.id)
+                await running.engine.pause(self._settings.pause)
+            handles = order.handles[running.id]
+            await running.engine.take(handles, order.version, is_first=order.is_first, is_last=order.is_last)
+
+        await self._order(work)
+
     async def commit(self, digests: Mapping[str, str], canary: Canary | None) -> str:
         """Let the engine go on, and take new requests if its weights are those that were sent; else how they differ."""
         differ = ""
@@ -310,8 +356,21 @@ class Keeper:
         """Let the engine have its memory again; see Engine.wake. One that is down is started when it is to serve."""
         if serve:
             self._may_run.set()
+        elif self._start.is_frozen:  # no weights will come, and trainer ranks have their memory still
+            return
         if self._running is not None:
-            await self._order(lambda running: running.engine.wake(serve=serve))
+            await self._order(self._wake_frozen if self._start.is_frozen else lambda r: r.engine.wake(serve=serve))
+
+    async def _wake_frozen(self, running: Running) -> None:
+        """It goes on at once; where it does not it is lost, as no push will follow that would find out."""
+        try:
+            await running.engine.wake(serve=False)
+            await running.engine.wake(serve=True)
+            await running.engine.resume()
+        except EngineLost as e:
+            running.lose(str(e))
+            raise
+        self._pool.admit(running)
 
     async def _order(self, work: Callable[[Running], Awaitable[None]]) -> None:
         async with self._orders:
@@ -329,10 +388,3 @@ class Keeper:
                 reason = f"the engine did not carry out an order within {self._settings.order_s:g} s"
                 running.lose(reason)
                 raise EngineLost(reason) from None
-
-
-def _end_of(log: str) -> str:
-    """The last lines of an engine's log: why it ended, or does not answer."""
-    path = Path(log)
-    lines = path.read_text(errors="replace").splitlines()[-LOG_LINES:] if path.is_file() else []
-    return f"; the end of {log}:\n" + "\n".join(lines) if lines else ""

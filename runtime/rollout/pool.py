@@ -80,12 +80,13 @@ class Running:
 class Pool:
     """Which engine takes the next completion."""
 
-    def __init__(self, wait_s: float) -> None:
+    def __init__(self, wait_s: float, who: str = "a sample") -> None:
         """
         Args:
             wait_s: bound on the wait for any engine, long enough for a restart and a push.
+            who: waits.
         """
-        self._wait_s = wait_s
+        self._wait_s, self._who = wait_s, who
         self._members: dict[int, Running] = {}
         self._some = asyncio.Event()
 
@@ -106,7 +107,8 @@ class Pool:
             async with asyncio.timeout(self._wait_s):
                 await self._some.wait()
         except TimeoutError:
-            raise WaitTimeout(f"a sample waited {self._wait_s:g} s for any engine of its agent to be ready") from None
+            what = "for any engine of its agent to be ready"
+            raise WaitTimeout(f"{self._who} waited {self._wait_s:g} s {what}") from None
 
     def _drop_lost(self) -> bool:
         """Withdraw what was lost before its keeper heard of it; True if nothing is left."""

@@ -37,6 +37,7 @@ _SCRUBBED: Final[tuple[str, ...]] = ("PMI", "OMPI", "MPI", "SLURM", "HYDRA")
 class Started(NamedTuple):
     pid: int
     port: int
+    peer_port: int = 0
 
 
 class Exited(NamedTuple):
@@ -110,7 +111,7 @@ class Spawner:
             del self._marks[name], self._ends[name]
             raise EngineLost(f"engine {name}: cannot start {argv[0]}: {event['reason']}")
         self._pids[name] = event["pid"]
-        return Started(event["pid"], event["port"])
+        return Started(event["pid"], event["port"], event["peer_port"])
 
     async def stop(self, name: str, grace_s: float) -> None:
         """TERM to the engine's whole tree, KILL after the grace; returns once it is gone. Its Exited comes too."""

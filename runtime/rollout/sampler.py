@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +43,21 @@ def join(first: Completion, then: Completion) -> Completion:
         versions=tuple(spans),
         finish=then.finish,
     )
+
+
+Draw = Callable[[Sequence[int], SamplingParams], Awaitable[Completion]]
+"""A completion by any engine."""
+
+
+async def go_on(draw: Draw, tokens: Sequence[int], made: Completion | None, params: SamplingParams) -> Completion:
+    """`made`, or nothing, and what comes after it. The seed stays: engines draw by (seed, position)."""
+    if made is None:
+        return await draw(tokens, params)
+    left = params.max_new_tokens - len(made.tokens)
+    if left == 0:
+        return replace(made, finish="length")
+    prefix = [*tokens, *made.tokens.tolist()]
+    return join(made, await draw(prefix, replace(params, max_new_tokens=left)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +143,10 @@ class _Turns:
             self._home = running.id
             try:
                 with running.busy():
-                    return await running.call(running.engine.generate(tokens, params, self.lease.prompt.id))
+                    made = await running.call(running.engine.generate(tokens, params, self.lease.prompt.id))
+                if all(version >= 0 for _, version in made.versions):
+                    return made
+                running.lose("it answered with other weights than were pushed: somebody started it anew")
             except EngineLost as e:
                 running.lose(str(e))
 
@@ -145,19 +163,9 @@ class _Generate:
         params = replace(self._turns.lease.params, seed=self._turns.seed(self._index, turn))
         made = self._journal[turn] if turn < len(self._journal) else None
         while made is None or made.finish == "abort":
-            made = await self._go_on(tokens, made, params)
+            made = await go_on(self._turns.sample, tokens, made, params)
             self._journal[turn:] = [made]
         return made
-
-    async def _go_on(self, tokens: Sequence[int], made: Completion | None, params: SamplingParams) -> Completion:
-        """`made`, or nothing, and what comes after it. The seed stays: engines draw by (seed, position)."""
-        if made is None:
-            return await self._turns.sample(tokens, params)
-        left = params.max_new_tokens - len(made.tokens)
-        if left == 0:
-            return replace(made, finish="length")
-        prefix = [*tokens, *made.tokens.tolist()]
-        return join(made, await self._turns.sample(prefix, replace(params, max_new_tokens=left)))
 
 
 def _problem(samples: Sequence[Sample]) -> str:

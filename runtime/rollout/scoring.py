@@ -12,18 +12,20 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from runtime import plugins
 from runtime.config import DataSet
 from runtime.errors import SluiceError, WaitTimeout
-from runtime.rollout.base import Reward
+from runtime.rollout.base import Ask, Reward
 from runtime.rollout.reward_host import Job, Setup, Verdict, Verdicts, frame, read_frame, send_frame
 from runtime.types import Prompt, Sample
 
 START_S = 60.0
+
+AskOf = Callable[[Prompt, asyncio.Timeout], Ask]
 
 
 class RewardPool:
@@ -36,6 +38,7 @@ class RewardPool:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._waiting: dict[int, asyncio.Future[tuple[Verdict, ...]]] = {}
         self._next = 1
+        self._ask_of: AskOf | None = None
 
     @classmethod
     def start(cls, datasets: Mapping[str, DataSet], num_workers: int, timeout_s: float) -> RewardPool:
@@ -65,8 +68,13 @@ class RewardPool:
             raise WaitTimeout(f"the agent waited {START_S:g} s for its reward workers; they did not start, see the log")
         return cls(here, host, ours, timeout_s)
 
-    async def attach(self) -> None:
-        """Use the pool from this event loop."""
+    async def attach(self, ask_of: AskOf) -> None:
+        """Use the pool from this event loop.
+
+        Args:
+            ask_of: what a reward asks other models with, as long as it has time.
+        """
+        self._ask_of = ask_of
         self._streams = await asyncio.open_connection(sock=self._socket)
 
     async def listen(self) -> None:
@@ -105,9 +113,10 @@ class RewardPool:
     async def _score_here(
         self, reward: Reward, samples: Sequence[Sample], texts: Sequence[str], prompt: Prompt
     ) -> list[Verdict]:
+        assert self._ask_of is not None, "attach comes first"
         try:
-            async with asyncio.timeout(self._timeout_s):
-                values = await reward.score(samples, texts, prompt)
+            async with asyncio.timeout(self._timeout_s) as limit:
+                values = await reward.score(samples, texts, prompt, self._ask_of(prompt, limit))
         except TimeoutError:
             return [Verdict(None, f"the reward took longer than {self._timeout_s:g} s")] * len(samples)
         except Exception as e:  # whatever a user's reward raises fails this group only

@@ -3,7 +3,9 @@
     PYTHON runtime/rollout/sglang_server.py --token-file FILE [--threads N] OPTIONS...
 
 OPTIONS are those of `python -m sglang.launch_server`. PYTHON is the interpreter SGLang is installed for, which may know
-nothing of this project: so this is run as a file and imports the standard library and SGLang alone.
+nothing of this project: so this is run as a file and imports the standard library and SGLang alone. SGLang's processes
+run this file too, since they are started by one another's spawning; in each of them `runtime` can be imported then, for
+what SGLang is told to call by a dotted path, and nothing that is installed beside it.
 """
 
 from __future__ import annotations
@@ -11,20 +13,31 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from pathlib import Path
 
 
 def _arguments() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     parser.add_argument("--token-file", type=Path, required=True, help="bearer token, in a file of mode 0600")
-    parser.add_argument("--threads", type=int, help="torch threads of an engine on a CPU")
+    parser.add_argument("--threads", type=int, help="torch threads of an engine on a CPU, of all its ranks")
     return parser.parse_known_args()
+
+
+def _on_cpu(threads: int, num_ranks: int) -> dict[str, str]:
+    """Environment of an engine on a CPU, whose ranks have cores of their own, where there are as many."""
+    cores = sorted(os.sched_getaffinity(0))
+    each = max(1, min(threads, len(cores)) // num_ranks)
+    shares = [",".join(str(cores[(i * each + j) % len(cores)]) for j in range(each)) for i in range(num_ranks)]
+    told = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(each)}
+    return told | ({"SGLANG_CPU_OMP_THREADS_BIND": "|".join(shares)} if num_ranks > 1 else {})
 
 
 def main() -> None:
     args, options = _arguments()
     if args.threads:
-        os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(args.threads)}
+        os.environ |= _on_cpu(args.threads, int(options[options.index("--tp-size") + 1]))
     from sglang import launch_server  # pyright: ignore[reportMissingImports]  # lives in another environment
     from sglang.srt.utils import kill_process_tree  # pyright: ignore[reportMissingImports]
 
@@ -36,6 +49,13 @@ def main() -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
+def _know_runtime() -> None:
+    spec = ModuleSpec("runtime", None, is_package=True)
+    spec.submodule_search_locations = [str(Path(__file__).resolve().parents[1])]
+    sys.modules["runtime"] = module_from_spec(spec)
+
+
+_know_runtime()
 if __name__ == "__main__":
     # This folder's modules would hide others of their names, here and in the processes that SGLang starts.
     sys.path = [place for place in sys.path if Path(place).resolve() != Path(__file__).resolve().parent]

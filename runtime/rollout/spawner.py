@@ -164,14 +164,15 @@ class _Server:
     def _start(self, request: dict[str, Any]) -> None:
         name = request["name"]
         try:
-            child, port = self._spawn(request)
+            child, port, peer = self._spawn(request)
         except OSError as e:
             self._say({"event": "refused", "name": name, "reason": str(e)})
             return
         self._children[name] = child
-        self._say({"event": "started", "name": name, "pid": child.process.pid, "port": port})
+        self._say({"event": "started", "name": name, "pid": child.process.pid, "port": port, "peer_port": peer})
 
-    def _spawn(self, request: dict[str, Any]) -> tuple[_Child, int]:
+    def _spawn(self, request: dict[str, Any]) -> tuple[_Child, int, int]:
+        """The process, and the ports that are its own."""
         with contextlib.ExitStack() as stack:
             log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             stack.callback(os.close, log)
@@ -192,7 +193,7 @@ class _Server:
                 start_new_session=True,
                 preexec_fn=self._before_exec,  # this process has one thread
             )
-        return _Child(request["name"], request["mark"], process, held), main
+        return _Child(request["name"], request["mark"], process, held), main, peer
 
     def _before_exec(self) -> None:
         self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

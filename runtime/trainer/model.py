@@ -52,6 +52,9 @@ def load(path: Path, device: torch.device, dtype: torch.dtype = torch.float32) -
         path, dtype=dtype, attn_implementation=attention.NAME, local_files_only=True
     )
     nn.Module.to(model, device)
+    embedding = model.get_input_embeddings()
+    if isinstance(embedding, nn.Embedding):
+        embedding.padding_idx = None  # nothing is padded: it would leave a token untrained, often the end of a turn
     return model.eval()
 
 

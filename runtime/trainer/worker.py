@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from runtime.comm import messages as m
+from runtime.comm.weights.handles import Lender
 from runtime.errors import PeerLost, SluiceError, WaitTimeout
 from runtime.trainer.base import Algorithm, Trainer
 from runtime.types import GroupAddress, Manifest, MicroBatch, Share
@@ -89,6 +90,7 @@ def serve(port: CommandPort, trainer: Trainer, algorithm: Algorithm, sender: Sen
 class _Worker:
     def __init__(self, trainer: Trainer, algorithm: Algorithm, sender: Sender | None, device: torch.device) -> None:
         self.trainer, self.algorithm, self.sender, self.device = trainer, algorithm, sender, device
+        self.lender = Lender(device)
         self.saving: Future[None] | None = None
         """What writes the last checkpoint, until it is known to be written."""
 
@@ -109,6 +111,10 @@ class _Worker:
                 self.trainer.export(Path(path))
             case m.Push():
                 return self._push(command)
+            case m.Lend():
+                return self._lend(command)
+            case m.TakeBack():
+                self.lender.take_back()
             case m.OpenGroup() | m.JoinGroup() | m.CloseGroup():
                 return self._weight_group(command)
             case m.Sleep():
@@ -168,6 +174,12 @@ class _Worker:
             for _ in weights:  # the other ranks gather to the end, so this one does too, whatever became of the push
                 pass
         return m.Pushed(digests=digests, canary=scored)
+
+    def _lend(self, command: m.Lend) -> m.Lent:
+        scored = self._score(command.canary) if command.canary else None
+        if command.is_first:
+            self.lender.begin(self.trainer.manifest(), self.trainer.weights())
+        return m.Lent(handle=self.lender.lend(command.readers), canary=scored)
 
     def _score(self, tokens: tuple[int, ...]) -> m.Canary:
         size = len(tokens)

@@ -16,6 +16,7 @@ PROCESS_EDGES: Final = ("launcher/supervisor.py", "runtime/main.py")
 """Where a process begins: there everything is caught, so that nothing ends without a report."""
 
 EDGE_FUNCTIONS: Final = {
+    "runtime/comm/weights/loader.py load": "a foreign server's function calls it, and would end with it: answered",
     "runtime/plugins.py _import": "somebody's module: a mistake in it is the user's to mend",
     "runtime/rollout/agent.py serve": "tells the controller why the agent ends",
     "runtime/rollout/embedded/worker.py _run": "a thread's edge: the server answers with it and exits",

@@ -1,9 +1,11 @@
 """What clusters do to jobs: preempt, requeue, cancel them, end them at their walltime, lose a rank of them."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,6 +84,51 @@ def test_one_run_is_preempted_requeued_and_loses_a_rank(cluster: Cluster, quicks
     jobs.wait_end(run, "done")
     assert jobs.state(run) == "ended"
     jobs.trained_once(run, STEPS)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("heartbeat_s", [10, 60])
+def test_a_spare_node_takes_the_place_of_one_that_crashes(
+    cluster: Cluster, quickstart: Path, tidy: None, heartbeat_s: int
+) -> None:
+    """In the same job, whether the run's own heartbeat notices it first or Slurm."""
+    words = ("cluster.num_spare_nodes=1", f"limits.heartbeat_s={heartbeat_s}", "num_steps=30")
+    run = jobs.submit(cluster.shared, *words, site=("time=00:20:00",))
+    jobs.wait_step(run, 3)
+    begun = time.monotonic()
+    cluster.kill("n2")
+    try:
+        jobs.wait_for("the loss to be seen", lambda: len(attempts(run)) == 1)
+        print(f"seen after {time.monotonic() - begun:.0f} s: {attempts(run)}")
+        jobs.wait_step(run, runs.last_step(run) + 1)
+        print(f"a new step after {time.monotonic() - begun:.0f} s")
+        jobs.wait_end(run, "done")
+    finally:
+        cluster.revive("n2")
+    assert attempts(run) in (["peer_lost", "done"], ["node_failed", "done"])
+    assert json.loads((run / "topology.json").read_text())["nodes"] == ["n1", "n3"]
+    assert int(job_of(run).fields["Restarts"]) == 0
+    jobs.trained_once(run, 30)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_without_a_spare_a_crashed_node_lets_a_further_job_follow(
+    cluster: Cluster, quickstart: Path, tidy: None
+) -> None:
+    run = jobs.submit(cluster.shared, "limits.heartbeat_s=10", "num_steps=20")
+    jobs.wait_step(run, 3)
+    first = runs.job_id(run)
+    cluster.kill("n2")
+    try:
+        jobs.wait_end(run, "done")
+    finally:
+        cluster.revive("n2")
+    assert "n2" not in json.loads((run / "topology.json").read_text())["nodes"]
+    assert "lost n2, and 2 nodes are needed: 1 left" in jobs.said(run)
+    assert runs.job_id(run) != first and job_of(run).fields["Restarts"] == "0"
+    jobs.trained_once(run, 20)
 
 
 def test_a_rank_lost_within_the_grace_is_no_ordinary_loss(cluster: Cluster, quickstart: Path, tidy: None) -> None:

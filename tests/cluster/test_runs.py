@@ -64,6 +64,31 @@ def test_a_submitted_run_learns_over_two_nodes(cluster: Cluster, quickstart: Pat
     assert "Slurm" not in jobs.said(run)
 
 
+@pytest.mark.parametrize("steps", [2, pytest.param(LEARNING_STEPS, marks=[pytest.mark.long, pytest.mark.timeout(500)])])
+def test_the_quickstart_runs_colocated_over_two_nodes(cluster: Cluster, quickstart: Path, steps: int) -> None:
+    """Weights go through files, as they would on GPUs."""
+    learns = steps == LEARNING_STEPS
+    run = jobs.submit(
+        cluster.shared,
+        "cluster={mode: colocated, num_train_nodes: 2}",
+        "sync.channel=disk",
+        f"num_steps={steps}",
+        f"evaluation.interval={steps if learns else 0}",
+        *([] if learns else ["evaluation.sets=[]", "checkpoint.export=false"]),
+        site=("partition=rocm",),
+        config=jobs.ROOT / "configs/quickstart.yaml",
+    )
+    jobs.wait_end(run, "done", 400.0)
+    check_places(run, ["n5", "n5", "n6", "n6"], ["control", "trainer", "agent", "trainer"])
+    jobs.trained_once(run, steps)
+    turns = [phase["phase"] for phase in kill.phases(run) if phase["phase"] in ("rollout", "train", "push")]
+    assert turns == ["push", *["rollout", "train", "push"] * steps]
+    pushes = [event["engines"] for event in kill.events(run) if event["kind"] == "pushed"]
+    assert pushes == [[0, 1]] * (steps + 1), "the engine of each node has every version"
+    if learns:
+        check_learned(run)
+
+
 def check_learned(run: Path) -> None:
     """The quickstart's task, over LEARNING_STEPS."""
     first, last = [line["eval/heldout/accuracy"] for line in kill.metrics(run) if "eval/heldout/accuracy" in line]
@@ -131,19 +156,10 @@ def by_template(cluster: Cluster, kind: str, *options: str, site: tuple[str, ...
     return run
 
 
-@pytest.mark.parametrize(
-    ("kind", "sizes", "nodes", "roles"),
-    [
-        ("cuda", TWO_AND_TWO, ["n1", "n1", "n2", "n2", "n3", "n4"], TWO_AND_TWO_ROLES),
-        ("rocm", (), ["n5", "n5", "n6"], ["control", "trainer", "agent"]),
-    ],
-)
-def test_a_submitted_run_trains(
-    cluster: Cluster, quickstart: Path, kind: str, sizes: tuple[str, ...], nodes: list[str], roles: list[str]
-) -> None:
-    run = jobs.submit(cluster.shared, "num_steps=2", *sizes, site=(f"partition={kind}",))
+def test_a_submitted_run_trains_on_four_cuda_nodes(cluster: Cluster, quickstart: Path) -> None:
+    run = jobs.submit(cluster.shared, "num_steps=2", *TWO_AND_TWO)
     jobs.wait_end(run, "done")
-    check_places(run, nodes, roles)
+    check_places(run, ["n1", "n1", "n2", "n2", "n3", "n4"], TWO_AND_TWO_ROLES)
     jobs.trained_once(run, 2)
 
 

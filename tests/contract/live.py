@@ -9,11 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from runtime.comm.buckets import buckets
 from runtime.comm.messages import Canary
 from runtime.comm.weights.broadcast import BroadcastSender
+from runtime.device import backend, platform, torch_device, visible
 from runtime.errors import EngineLost
 from runtime.rollout.base import EngineKind, Launch
 from runtime.rollout.engines import embedded, sglang
@@ -29,7 +32,7 @@ MAX_LENGTH = 320
 SLOTS = 16
 
 
-def make_model(folder):
+def make_model(folder, head_dim=16):
     """A small Qwen3 with tied embeddings and random weights that give peaked, varied distributions."""
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -39,7 +42,7 @@ def make_model(folder):
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=head_dim,
         max_position_embeddings=512,
         tie_word_embeddings=True,
         eos_token_id=EOS,
@@ -64,14 +67,14 @@ def perturbed(model, seed, scale=0.05):
 def logprobs_of(model, tokens):
     """[T] log-probs of these tokens by a plain forward, 0 for the first."""
     ids = torch.tensor(tokens)
-    logits = model(ids[None]).logits[0, :-1].log_softmax(-1)
+    logits = model(ids[None]).logits[0, :-1].float().log_softmax(-1)
     return torch.cat([torch.zeros(1), logits.gather(-1, ids[1:, None])[:, 0]]).numpy()
 
 
 async def off(live, model):
     """How the engine's log-probs of a canary differ from this model's; "" if they do not."""
     tokens = tuple(range(20, 50))
-    return await off_canary(live.engine, Canary(tokens=tokens, logprobs=logprobs_of(model, tokens)), "float32")
+    return await off_canary(live.engine, Canary(tokens=tokens, logprobs=logprobs_of(model, tokens)), live.dtype)
 
 
 def manifest_of(tensors, bucket_bytes=1 << 16):
@@ -89,6 +92,7 @@ class Kind:
 
     kind: EngineKind
     deterministic: bool
+    num_ranks: int = 1
     repeats_bits: bool = False
     """Log-probs do not depend on what else runs."""
     is_strict: bool = False
@@ -124,9 +128,16 @@ def sglang_kind(**server):
 class Live:
     """One engine process and its client, with the trainer's side of its weight group."""
 
-    def __init__(self, name, kind, spawner, folder):
+    def __init__(self, name, kind, spawner, folder, gpu=None, kept=None):
+        """
+        Args:
+            gpu: index of the one it runs on, in bfloat16; weights are pushed from the first.
+            kept: where deltas are pushed.
+        """
         self.name, self.promises, self._kind, self._spawner, self._folder = name, kind, kind.kind, spawner, folder
-        self._sender = BroadcastSender("127.0.0.1", "gloo", device="cpu", timeout_s=30)
+        self.dtype, self._gpu = "float32" if gpu is None else "bfloat16", gpu
+        source = torch.device(torch_device(None if gpu is None else 0))
+        self._sender = BroadcastSender("127.0.0.1", backend(source), device=str(source), timeout_s=30, kept=kept)
         self._groups, self._group = 0, f"weights-{name}-0"
 
     async def start(self):
@@ -137,16 +148,19 @@ class Live:
         argv = self._kind.command(
             Launch(
                 model=str(self._folder),
-                dtype="float32",
+                dtype=self.dtype,
                 host="127.0.0.1",
                 token_file=str(token_file),
-                num_gpus=0,
-                threads=1,
+                num_gpus=0 if self._gpu is None else 1,
+                num_ranks=self.promises.num_ranks,
+                threads=self.promises.num_ranks,
                 deterministic=self.promises.deterministic,
+                sleeps=self._gpu is not None,
             )
         )
         log = self._folder / f"{self.name}.log"
-        started = await self._spawner.start(self.name, argv, os.environ, str(log), "127.0.0.1")
+        env = os.environ if self._gpu is None else visible([self._gpu], os.environ, platform())
+        started = await self._spawner.start(self.name, argv, env, str(log), "127.0.0.1")
         self.url = f"http://127.0.0.1:{started.port}"
         self.engine = self._kind.client(url=self.url, token=self.token, timeout_s=60)
         for _ in range(1600):
@@ -158,7 +172,7 @@ class Live:
         raise AssertionError(f"the engine did not come up:\n{log.read_text()}")
 
     async def join(self):
-        address = self._sender.open(self._group, 2)
+        address = self._sender.open(self._group, 1 + self.promises.num_ranks)
         await asyncio.gather(asyncio.to_thread(self._sender.join, self._group), self.engine.connect(address, 1))
 
     async def rejoin(self):
@@ -170,9 +184,9 @@ class Live:
         self._group = f"weights-{self.name}-{self._groups}"
         await self.join()
 
-    async def send(self, tensors, version, bucket_bytes=1 << 16):
-        """All buckets of one push to the paused engine; its digests."""
-        manifest = manifest_of(tensors, bucket_bytes)
+    async def send(self, tensors, version, bucket_bytes=1 << 16, base=-1):
+        """All buckets of one push to the paused engine, or what changed since the base; its digests."""
+        manifest = manifest_of(tensors, bucket_bytes).since(base)
         pushing = asyncio.to_thread(self._sender.push, self._group, manifest, iter(tensors.items()))
         digests, told = await asyncio.gather(
             pushing, self.engine.receive(manifest, version, self._group), return_exceptions=True
@@ -181,11 +195,37 @@ class Live:
             raise told
         return digests
 
-    async def push(self, model, version, mode="retract"):
+    async def push(self, model, version, mode="retract", base=-1):
         await self.engine.pause(mode)
-        digests = await self.send(dict(model.named_parameters()), version)
+        digests = await self.send(dict(model.named_parameters()), version, base=base)
         await self.engine.resume()
         return digests
+
+    async def push_through_folder(self, sender, model, version, base=-1):
+        tensors, folder = dict(model.named_parameters()), str(self._folder / f"versions/{version}")
+        manifest = msgspec.structs.replace(manifest_of(tensors).since(base), via="folder")
+        sender.push(folder, manifest, iter(tensors.items()))
+        await self.engine.pause("retract")
+        await self.engine.receive(manifest, version, folder)
+        await self.engine.resume()
+        sender.close(folder)
+
+    async def push_by_handles(self, lenders, model, version):
+        await self.engine.pause("retract")
+        await self.take(lenders, model, version)
+        await self.engine.resume()
+
+    async def take(self, lenders, model, version):
+        """A push from memory of one lender for each of its ranks; it is paused."""
+        tensors = dict(model.named_parameters())
+        manifest = manifest_of(tensors)
+        for lender in lenders:
+            lender.begin(manifest, iter(tensors.items()))
+        for i, last in enumerate(range(len(buckets(manifest)))[::-1]):
+            handles = [lender.lend(1) for lender in lenders]
+            await self.engine.take(handles, version, is_first=not i, is_last=not last)
+        for lender in lenders:
+            lender.take_back()
 
     async def close(self):
         self._sender.close(self._group)

@@ -153,7 +153,7 @@ def test_a_killed_engine_changes_no_answer(folder, model, name):
     async def scenario():
         mailbox = FakeMailbox()
         controller = Controller(model, mailbox)
-        agent = asyncio.create_task(serve(settings(folder), mailbox, spawner, kind, rewards))
+        agent = asyncio.create_task(serve(settings(folder), mailbox, spawner, {"policy": kind}, rewards))
         await controller.until(EngineReady)
         await controller.publish(0)
         begin_leases(mailbox)
@@ -196,7 +196,8 @@ from tests.contract.live import sglang_kind
 
 async def main(folder):
     where = {"model": folder, "host": "127.0.0.1", "token_file": f"{folder}/token"}
-    argv = sglang_kind().command(Launch(**where, dtype="float32", num_gpus=0, threads=1, deterministic=True))
+    how = {"num_gpus": 0, "num_ranks": 2, "threads": 2, "deterministic": True}
+    argv = sglang_kind().command(Launch(**where, **how, dtype="float32"))
     print((await spawner.start("e", argv, os.environ, f"{folder}/doomed.log", "127.0.0.1")).pid, flush=True)
     await asyncio.sleep(500)
 
@@ -211,7 +212,7 @@ def test_of_an_agent_that_is_killed_no_sglang_process_is_left(folder, model):
     agent = subprocess.Popen([sys.executable, "-c", AGENT, str(folder)], stdout=subprocess.PIPE, text=True)
     try:
         engine = int(agent.stdout.readline())
-        assert wait(lambda: len(session_of(engine)) >= 3, START_S), "SGLang did not start its processes"
+        assert wait(lambda: len(session_of(engine)) >= 5, START_S), "SGLang did not start its processes"
     finally:
         agent.kill()
         agent.wait()

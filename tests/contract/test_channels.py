@@ -37,7 +37,6 @@ from runtime.topology import EngineSlot, RankSlot, Topology
 from runtime.trainer import worker
 from runtime.turns import Turns
 from tests.contract.live import make_model, manifest_of
-from tests.unit.fakes import save_tokenizer
 
 HOST = "127.0.0.1"
 CHANNELS = ("broadcast", "delta", "delta through a folder", "disk", "ipc")
@@ -46,14 +45,17 @@ WITH_A_DEATH = ("delta", "disk")
 START_S = 200.0
 """For engines to start, on a machine that is busy with more than these tests."""
 ENGINES = {0, 1}
-TOPOLOGY = Topology(
-    nodes=("here",),
-    ranks=(
-        RankSlot(rank=0, node=0, local_rank=0, role="agent", device=None),
-        RankSlot(rank=1, node=0, local_rank=1, role="trainer", device=None),
-    ),
-    engines=tuple(EngineSlot(id=i, model="policy", nodes=(0,), gpus=()) for i in sorted(ENGINES)),
-)
+
+
+def topology_of(engines):
+    return Topology(
+        nodes=("here",),
+        ranks=(
+            RankSlot(rank=0, node=0, local_rank=0, role="agent", device=None),
+            RankSlot(rank=1, node=0, local_rank=1, role="trainer", device=None),
+        ),
+        engines=tuple(EngineSlot(id=i, model="policy", nodes=(0,), gpus=()) for i in sorted(engines)),
+    )
 
 
 class Mailbox:
@@ -151,15 +153,17 @@ class Engines(Spawner):
 class Rig:
     """The agent, its engines, and the controller's view of them."""
 
-    def __init__(self, folder, model):
+    def __init__(self, folder, model, kind, engines=ENGINES):
         self.folder, self.model, self.trainer, self.version = folder, model, Trainer(model), 0
+        self.engines = engines
+        (folder / "token").touch(mode=0o600)
+        (folder / "token").write_text("secret")
         self.mailbox, self.spawner = Mailbox(), Engines()
         self.spawner.pids, self.spawner.ports = {}, {}
         datasets = {"math": DataSet(path="none")}
         self.rewards = RewardPool.start(datasets, 1, 5.0)
-        self.fleet = Fleet(TOPOLOGY, self.mailbox)
-        kind = embedded.build(embedded.Config(slots=256, max_length=512))
-        serving = serve(self.settings(datasets), self.mailbox, self.spawner, kind, self.rewards)
+        self.fleet = Fleet(topology_of(engines), self.mailbox)
+        serving = serve(self.settings(datasets), self.mailbox, self.spawner, {"policy": kind}, self.rewards)
         self.thread = threading.Thread(target=self.mailbox.loop.run_until_complete, args=(serving,), daemon=True)
         self.thread.start()
         self.fleet.wait_engines(START_S)
@@ -174,7 +178,7 @@ class Rig:
             tokenizer=path,
             max_concurrent=4,
             wait_s=START_S,
-            engines=tuple(EngineStart(id=i, model="policy", path=path, env=dict(os.environ)) for i in ENGINES),
+            engines=tuple(EngineStart(id=i, model="policy", path=path, env=dict(os.environ)) for i in self.engines),
             engine=EngineSettings(
                 host=HOST,
                 log_dir=path,
@@ -204,20 +208,21 @@ class Rig:
 
     def ask(self, engine, path, body):
         url = f"http://{HOST}:{self.spawner.ports[engine]}{path}"
-        data, headers = json.dumps(body).encode(), {"Authorization": "Bearer secret"}
+        data = json.dumps(body).encode()
+        headers = {"Authorization": "Bearer secret", "Content-Type": "application/json"}
         with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=10) as answer:
             return json.load(answer)
 
     def checksums(self, engine):
-        return self.ask(engine, "/weights_checker", {})["ranks"][0]["checksums"]
+        return self.ask(engine, "/weights_checker", {"action": "checksum"})["ranks"][0]["checksums"]
 
     def memory(self, engine):
         """Bytes that its process has."""
         return int(Path(f"/proc/{self.spawner.pids[engine]}/statm").read_text().split()[1]) * resource.getpagesize()
 
-    def publish(self, publisher, engines=ENGINES):
+    def publish(self, publisher):
         self.version += 1
-        return publisher.publish(self.version, engines)
+        return publisher.publish(self.version, self.engines)
 
     def hold(self, engines=ENGINES):
         """Whether these engines hold the trainer's bytes."""
@@ -237,10 +242,7 @@ class Rig:
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory):
     folder = tmp_path_factory.mktemp("channels")
-    save_tokenizer(folder)
-    (folder / "token").touch(mode=0o600)
-    (folder / "token").write_text("secret")
-    rig = Rig(folder, make_model(folder))
+    rig = Rig(folder, make_model(folder), embedded.build(embedded.Config(slots=256, max_length=512)))
     yield rig
     rig.close()
 

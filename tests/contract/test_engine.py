@@ -13,7 +13,11 @@ import torch
 from transformers import DynamicCache
 
 from runtime.comm.weights.broadcast import BroadcastSender
+from runtime.comm.weights.delta import Kept
+from runtime.comm.weights.folder import FolderSender
+from runtime.comm.weights.handles import Lender
 from runtime.errors import EngineLost, WaitTimeout
+from runtime.rollout.embedded.decoder import Decoder
 from runtime.rollout.process import Spawner
 from runtime.types import SamplingParams
 from tests.contract.live import (
@@ -32,6 +36,7 @@ from tests.contract.live import (
 from tests.unit.fakes import save_tokenizer
 
 KINDS = kinds_of_engine()
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +67,8 @@ def lives(runner, model, exported, tmp_path_factory):
     save_tokenizer(folder)
     spawner = Spawner()
     lives = {name: Live(name, kind, spawner, folder) for name, kind in KINDS.items()}
-    from_disk = Kind(kind=sglang_kind(**{"load-format": "auto"}), deterministic=False)
-    lives["from disk"] = Live("from disk", from_disk, spawner, exported[1])
+    from_disk = Kind(kind=sglang_kind(**{"load-format": "auto"}), deterministic=False, num_ranks=2)
+    lives["from disk"] = Live("from disk", from_disk, spawner, exported[1], kept=Kept())
 
     async def start():
         await asyncio.gather(*(live.start() for live in lives.values()))
@@ -101,7 +106,7 @@ def live(fresh, runner, model):
 
 @pytest.fixture
 def from_disk(lives, runner, model):
-    """An SGLang that read `exported` and was then pushed version 1. It keeps prefixes, and knows no seeds."""
+    """An SGLang of two ranks that read `exported` and was then pushed version 1. It keeps prefixes, knows no seeds."""
     live = lives["from disk"]
     if not hasattr(live, "checksums_from_disk"):
         live.checksums_from_disk = runner.run(live.engine.checksums())
@@ -472,13 +477,41 @@ def test_a_flipped_bit_shows_in_the_checksums(live, runner, model):
     runner.run(scenario())
 
 
-def test_pushed_weights_are_those_that_a_fresh_sglang_reads_from_the_export(from_disk, lives, runner, model, exported):
+def test_pushed_weights_are_those_that_a_fresh_sglang_reads_from_the_export(from_disk, runner, exported):
+    """To the bit, in each of its ranks, whichever way they came."""
+    live, wanted = from_disk, exported[0]
+    other = perturbed(wanted, 0, 0.0)
+    for tensor in other.parameters():
+        tensor.view(-1)[::7] += 0.01
+
     async def scenario():
-        pushed = lives["sglang"]
-        await hand_version_1(pushed, model)
-        assert await pushed.engine.checksums() != from_disk.checksums_from_disk
-        await pushed.push(exported[0], 2)
-        assert await pushed.engine.checksums() == from_disk.checksums_from_disk
+        assert (await live.engine.describe()).num_ranks == 2
+        folder = FolderSender(kept=Kept())
+        ways = {
+            "broadcast": lambda version: live.push(wanted, version),
+            "delta": lambda version: live.push(wanted, version, base=version - 1),
+            "disk": lambda version: live.push_through_folder(folder, wanted, version),
+            "ipc": lambda version: live.push_by_handles([Lender(CPU), Lender(CPU)], wanted, version),
+            "delta through a folder": lambda version: live.push_through_folder(folder, wanted, version, version - 1),
+        }
+        for i, (way, push) in enumerate(ways.items(), 1):
+            if way == "delta through a folder":
+                await live.push_through_folder(folder, other, 2 * i)
+            else:
+                await live.push(other, 2 * i)
+            assert await live.engine.checksums() != live.checksums_from_disk
+            await push(2 * i + 1)
+            assert await live.engine.checksums() == live.checksums_from_disk, way
+            assert await off(live, wanted) == "", way
+        await live.engine.pause("retract")
+        with pytest.raises(EngineLost, match="the delta is of version 1, this engine holds"):
+            await live.send(dict(other.named_parameters()), 99, base=1)
+        await live.engine.resume()
+        await live.rejoin()
+        assert await live.engine.checksums() == live.checksums_from_disk, "nothing of it was taken"
+        tokens = (await live.engine.generate([5, 6, 7], params(8))).tokens
+        scored = await live.engine.score([5, 6, 7, *tokens], 3)
+        np.testing.assert_allclose(scored, reference(wanted, [5, 6, 7], tokens), atol=1e-4)
 
     runner.run(scenario())
 
@@ -492,7 +525,7 @@ def test_prefixes_that_old_weights_computed_are_not_reused(from_disk, runner, mo
         await engine.generate(prompt, params(1))
         body = msgspec.json.encode({"input_ids": prompt, "extra_key": "1", "sampling_params": {"max_new_tokens": 1}})
         assert json.loads((await post(from_disk, "/generate", body))[1])["meta_info"]["cached_tokens"] >= 30
-        running = asyncio.create_task(engine.generate([5, 6], params(300)))
+        running = asyncio.create_task(engine.generate([5, 6], params(60)))
         await asyncio.sleep(0.2)
         await from_disk.push(other, 2, "in_place")
         c = await engine.generate(prompt, params(8))
@@ -534,3 +567,13 @@ def test_weights_that_give_nan_are_found_out_or_end_the_engine_and_nothing_hangs
         assert ended == (live.name, 1) and time.monotonic() - start < 20
 
     runner.run(scenario())
+
+
+def test_what_nobody_waits_for_any_more_is_left_undone():
+    decoder = Decoder(None, deterministic=False)
+    done = []
+    given_up, wanted = (decoder.call(lambda i=i: done.append(i)) for i in (1, 2))
+    given_up.cancel()
+    decoder.close()
+    decoder.run()
+    assert done == [2] and wanted.done()

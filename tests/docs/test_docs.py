@@ -171,7 +171,7 @@ def test_the_judge_asks_its_service(shell: Shell) -> None:
         module = plugins.find("reward", "my_project.judge", "test")
         judge = module.build(plugins.options(module, {"url": f"http://127.0.0.1:{server.server_port}"}, "test"))
         prompt = Prompt(id="p", messages=({"role": "user", "content": "2+2"},), answer="4", dataset="d")
-        scores = asyncio.run(judge.score([], ["4", "five"], prompt))
+        scores = asyncio.run(judge.score([], ["4", "five"], prompt, None))
         server.shutdown()
     assert scores == [1.0, 4.0]
     assert {"question": "2+2", "answer": "five", "expected": "4"} in asked

@@ -12,8 +12,8 @@ from runtime.rollout.embedded import updates
 class FlippingReceiver(updates.BroadcastReceiver):
     pushes = 0
 
-    def receive(self, *what, flat=True):
-        tensors = super().receive(*what, flat=flat)
+    def receive(self, *what, **how):
+        tensors = super().receive(*what, **how)
         self.pushes += 1
         if self.pushes == 2:
             _, tensor = tensors[-1]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from runtime.comm.weights.handles import SHARED
 from tests.contract.live import SGLANG
 from tests.tools import kill, ledger
 
@@ -24,3 +25,34 @@ def test_a_run_with_sglang_loses_nothing_and_agrees_with_the_trainer(runs_dir):
     kill.wait(f"the processes of {run.name} to end", lambda: not kill.processes_of(run), 10)
     token = (run / "secrets/engines-0-1").read_text()
     assert token and token not in (run / "attempts/0/engine-0.log").read_text()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_two_engines_that_take_turns_with_two_trainer_ranks_map_their_memory(runs_dir):
+    overrides = ["rollout.engine=sglang", OPTIONS, "num_steps=3", "limits.start_s=300", "limits.attempts=0"]
+    overrides += [f"site={CONFIG.with_name('two_slots.yaml')}", "cluster.mode=colocated"]
+    overrides += ["sync.channel=ipc", "checkpoint.interval=0"]
+    run = kill.start(CONFIG, runs_dir, overrides)
+    kill.wait_done(run)
+    assert ledger.check(run) == []
+    assert [line["step"] for line in kill.metrics(run)] == [1, 2, 3]
+    assert max(line["mismatch_max"] for line in kill.metrics(run)) < 1e-4
+    assert [e["engines"] for e in kill.events(run) if e["kind"] == "pushed"] == [[0, 1]] * 4
+    left = [file for file in SHARED.glob("torch_*") if not Path("/proc", file.name.split("_")[1]).exists()]
+    assert not left, "the trainer ranks' memory"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_an_engine_that_stands_on_two_nodes_takes_deltas(runs_dir):
+    overrides = ["rollout.engine=sglang", OPTIONS, "num_steps=3", "limits.start_s=300", "limits.attempts=0"]
+    overrides += ["rollout.gpus_per_engine=2", "cluster.num_rollout_nodes=2", "sync.channel=delta"]
+    run = kill.start(CONFIG, runs_dir, overrides)
+    kill.wait_done(run)
+    assert ledger.check(run) == []
+    assert [line["step"] for line in kill.metrics(run)] == [1, 2, 3]
+    assert max(line["mismatch_max"] for line in kill.metrics(run)) < 1e-4
+    assert "all of version" not in "".join(log.read_text() for log in run.glob("attempts/0/*.log")), "a delta failed"
+    assert (run / "attempts/0/engine-0-node1.log").is_file()
+    kill.wait(f"the processes of {run.name} to end", lambda: not kill.processes_of(run), 10)

@@ -58,6 +58,7 @@ class FakeEngine:
         self.broken_group = ""
         self.delay_s = 0.0
         self.sleeps = False
+        self.taken_over = 0
         self.aborting = asyncio.Event()
 
     async def describe(self):
@@ -121,6 +122,9 @@ class FakeEngine:
         assert self.running.is_set(), "it scores as little as it samples while paused"
         self.scored.append(start)
         return self.logprobs[start:] + (self.stale if start else 0.0)
+
+    async def take_over(self):
+        self.taken_over += 1
 
     async def health(self):
         if not self.answers:

@@ -16,9 +16,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def build(options):
-    return {"plain": plain, "judge": Judge(), "two_turns": TwoTurns(), "raises": Raises(), "ragged": Ragged()}[
-        options.play
-    ]
+    plays = {"plain": plain, "judge": Judge(), "asks": Asks()}
+    return {**plays, "two_turns": TwoTurns(), "raises": Raises(), "ragged": Ragged()}[options.play]
 
 
 def plain(text, answer):
@@ -36,11 +35,19 @@ def plain(text, answer):
 
 
 class Judge:
-    async def score(self, samples, texts, prompt):
+    async def score(self, samples, texts, prompt, ask):
         await asyncio.sleep(60 if prompt.answer == "hang" else 0)
         if prompt.answer == "raise":
             raise RuntimeError("the judge is out")
         return [None if t == "" else float(len(t)) for t in texts]
+
+
+class Asks:
+    """Asks the judge about each text at the same time; the reward is the length of its reply."""
+
+    async def score(self, samples, texts, prompt, ask):
+        messages = [[{"role": "user", "content": f"Is {text!r} right?"}] for text in texts]
+        return [float(len(reply)) for reply in await asyncio.gather(*(ask("judge", m) for m in messages))]
 
 
 class TwoTurns:

@@ -34,7 +34,8 @@ from runtime.rollout.scoring import RewardPool
 from runtime.types import GroupAddress, Lease, Manifest, Prompt, SamplingParams
 from tests.unit.fakes import CANARY, WEIGHTS, FakeKind, FakeMailbox, FakeSpawner, save_tokenizer
 
-DATASETS = {"math": DataSet(path="none")}
+ASKS = DataSet(path="none", reward="tests.unit.plays", reward_options={"play": "asks"})
+DATASETS = {"math": DataSet(path="none"), "judged": ASKS}
 GROUP = GroupAddress(name="weights-1", host="127.0.0.1", port=1, world_size=3, backend="gloo")
 MANIFEST = Manifest(names=tuple(WEIGHTS), dtypes=("float32",) * 3, shapes=((1,),) * 3, bucket_bytes=64)
 
@@ -42,8 +43,13 @@ MANIFEST = Manifest(names=tuple(WEIGHTS), dtypes=("float32",) * 3, shapes=((1,),
 class Bench:
     """An agent under test and the controller's side of it."""
 
-    def __init__(self, folder, num_engines=2, **changes):
+    def __init__(self, folder, num_engines=2, others=(), **changes):
+        """
+        Args:
+            others: (model, address) of further engines; the address is empty where they are started.
+        """
         self.mailbox, self.spawner, self.kind = FakeMailbox(), FakeSpawner(), FakeKind()
+        self.kinds = dict.fromkeys(("policy", "judge"), self.kind)
         (folder / "token").write_text("secret\n")
         (folder / "model").mkdir(exist_ok=True)
         save_tokenizer(folder / "model")
@@ -70,8 +76,10 @@ class Bench:
             max_concurrent=8,
             wait_s=5.0,
             engines=tuple(
-                EngineStart(id=i, model="policy", path=str(folder / "model"), env={}) for i in range(num_engines)
+                EngineStart(id=i, model=model, path=str(folder / "model"), env={}, url=url)
+                for i, (model, url) in enumerate([*[("policy", "")] * num_engines, *others])
             ),
+            asked={"judge": str(folder / "model")},
             engine=EngineSettings(**engine | changes),
         )
         self.requests = itertools.count(1)
@@ -118,7 +126,7 @@ def drive(tmp_path, monkeypatch):
     def run(scenario, stops=True, **options):
         async def main():
             bench = Bench(tmp_path, **options)
-            bench.agent = asyncio.create_task(serve(bench.settings, bench.mailbox, bench.spawner, bench.kind, rewards))
+            bench.agent = asyncio.create_task(serve(bench.settings, bench.mailbox, bench.spawner, bench.kinds, rewards))
             try:
                 await scenario(bench)
                 if stops:

@@ -104,6 +104,12 @@ def test_models_that_the_megatron_trainer_cannot_cut(here, capsys, model, parall
     assert all(word in message for word in words), message
 
 
+def test_an_engine_that_cannot_stand_on_several_nodes(here, capsys):
+    wide = ("--set", "rollout.gpus_per_engine=2", "--set", "cluster.num_rollout_nodes=2")
+    message = refused(capsys, "plan", "run.yaml", *wide)
+    assert all(word in message for word in ("rollout.gpus_per_engine", "several nodes", "'embedded' is on one"))
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -111,6 +117,7 @@ def test_models_that_the_megatron_trainer_cannot_cut(here, capsys, model, parall
         (["sync.channel=delta"], ["sync.channel", "'delta'", "give up their weights", "disk"]),
         (["site=slurm.yaml", "sync.channel=broadcast"], ["sync.channel", "two members on one GPU", "disk"]),
         (["site=slurm.yaml", "sync.channel=ipc"], ["sync.channel", "engines on other nodes", "disk"]),
+        (["site=slurm.yaml", "cluster.mode=split", "sync.channel=ipc"], ["on the engine's GPU", "colocated"]),
         (["cluster.mode=split", "sync.channel=delta"], ["sync.channel", "'embedded' takes whole weights only", "disk"]),
     ],
 )
@@ -119,7 +126,7 @@ def test_channels_that_do_not_serve_a_colocated_run(here, capsys, monkeypatch, c
         "{name: big, scheduler: slurm, gpus_per_node: 2, slurm: {gpu_request: gpus-per-node, time: '10:00:00'}}"
     )
     monkeypatch.setattr(embedded.EmbeddedKind, "runs_on_gpu", True)
-    monkeypatch.setattr(embedded.EmbeddedKind, "takes_deltas", False)
+    monkeypatch.setattr(embedded.EmbeddedKind, "takes_deltas", lambda *_: False)
     given = ["cluster={mode: colocated, num_train_nodes: 2}", *changes]
     message = refused(capsys, "plan", "run.yaml", *(word for change in given for word in ("--set", change)))
     assert all(word in message for word in words), message
@@ -195,6 +202,12 @@ def test_more_gpus_than_there_are(here, capsys, tmp_path):
     assert "512 GPUs each need 1024 GPUs, this machine has" in message and "lower gpus_per_node" in message
 
 
+def test_a_site_that_forgot_to_say_that_it_has_slurm(here, capsys):
+    """Without a word of its own the run would start on the login node."""
+    Path("big.yaml").write_text("name: big\nslurm: {partition: gpu}\n")
+    assert "site big: scheduler: is local, the default" in refused(capsys, "submit", "run.yaml", "--site", "big.yaml")
+
+
 def test_gpus_are_counted_by_device_files(tmp_path):
     assert site.num_gpus(tmp_path) == 0
     for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm"):
@@ -232,13 +245,14 @@ def test_deterministic_needs_the_embedded_engine(here, monkeypatch):
 
 def test_warnings_do_not_stop_a_run(here, capsys):
     Path("held.jsonl").write_text(Path("train.jsonl").read_text() + '{"prompt": "new", "answer": 1}\n')
-    sets = ["--set", "rollout.num_samples=1", "--set", "rollout.num_prompts=50"]
+    sets = ["--set", "rollout.num_samples=1", "--set", "rollout.num_prompts=50", "--set", "cluster.num_spare_nodes=1"]
     assert cli.main(["plan", "run.yaml", *sets]) == 0
     err = capsys.readouterr().err
+    assert "--set: cluster.num_spare_nodes is 1, but one machine has no nodes to lose" in err
     assert "--set: rollout.num_samples is 1" in err
     assert "only 10 different prompts" in err
     assert "10 of 11 prompts of 'held' are in the training data" in err
-    assert err.count("warning: ") == 3
+    assert err.count("warning: ") == 4
 
 
 def test_models_beside_the_policy(here, capsys):
@@ -260,6 +274,73 @@ def test_models_beside_the_policy(here, capsys):
     Path("other/config.json").write_text('{"model_type": "qwen3", "num_attention_heads": 3}')
     message = refused(capsys, "submit", "run.yaml", *teacher, *cut, "--set", "algorithm.name=distill")
     assert "trainer.parallel.tensor" in message and "3 attention heads" in message
+
+
+JUDGE = ("models.judge={path: model}", "rollout.sets=[{model: judge}]", "site=slots.yaml")
+EXTERNAL = ("models.judge={path: model}", "rollout.sets=[{model: judge, external: ['http://far:30000']}]")
+ASKING = ("data.0.reward=judge",)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (ASKING, ["data.0.reward", "'judge' asks the judge", "rollout.sets: [{model: judge}]", "models.judge"]),
+        (
+            (*JUDGE, "data.0={path: train.jsonl, reward: judge, reward_options: {model: critic}}"),
+            ["asks the critic", "one of: judge, teacher"],
+        ),
+        (JUDGE[1:], ["models.judge", "is not given", "judge: {path: ...}"]),
+        (JUDGE[:2], ["rollout.sets", "take 1", "1 CPU slots", "an engine of the policy needs 1"]),
+        ((*JUDGE, "rollout.sets=[{model: judge}, {model: judge}]"), ["rollout.sets.1.model", "two sets of the judge"]),
+        ((*JUDGE, "rollout.sets.0.model=critic"), ["rollout.sets.0.model", "'critic'", "one of: judge, teacher"]),
+        ((*JUDGE, "rollout.sets.0.engine=sglang"), ["rollout.sets.0.engine_options", "has no package sglang"]),
+        ((*JUDGE, "rollout.sets.0.engine=embeded"), ["rollout.sets.0.engine", "did you mean 'embedded'"]),
+        ((*JUDGE, "rollout.sets.0.engine_options={slot: 1}"), ["rollout.sets.0.engine_options.slot", "'slots'"]),
+        ((*JUDGE, "models.judge.path=bare"), ["models.judge.path", "no weights"]),
+        ((*JUDGE, "cluster.num_rollout_nodes=0"), ["cluster.num_rollout_nodes", "external"]),
+        (
+            (*JUDGE, "cluster.num_rollout_nodes=0", "rollout.external=['http://far:30000']"),
+            ["rollout.sets", "the judge's engines need rollout nodes"],
+        ),
+        ((*EXTERNAL, "rollout.sets.0.external=['far:30000']"), ["external", "'far:30000'", "http://10.0.0.7:30000"]),
+        ((*EXTERNAL, "deterministic=true"), ["rollout.sets.0.external", "nobody knows", "deterministic: false"]),
+        ((*EXTERNAL, "rollout.sets.0.token_file=none"), ["rollout.sets.0.token_file", "none cannot be read"]),
+        ((*EXTERNAL, "rollout.sets.0.token_file=run.yaml"), ["rollout.sets.0.token_file", "others can read", "chmod"]),
+        (("rollout.external=['http://far:30000']", "cluster.mode=colocated"), ["rollout.external", "mode: split"]),
+        (("rollout.external=['http://far:30000']", "sync.channel=ipc"), ["sync.channel", "engines on other nodes"]),
+    ],
+)
+def test_engines_of_other_models_and_of_other_people(here, capsys, changes, words):
+    Path("slots.yaml").write_text("name: slots\ncpu_slots_per_node: 2\n")
+    shutil.copytree("model", "bare")
+    Path("bare/model.safetensors").unlink()
+    message = refused(capsys, "plan", "run.yaml", *(word for change in changes for word in ("--set", change)))
+    assert all(word in message for word in words), message
+    assert "fix: " in message
+
+
+def test_models_that_are_served_are_shown_in_the_plan(here, capsys):
+    """Of one that somebody else serves only the tokenizer is needed."""
+    Path("slots.yaml").write_text("name: slots\ncpu_slots_per_node: 2\n")
+    Path("token").write_text("secret\n")
+    Path("token").chmod(0o600)
+    shutil.copytree("model", "bare")
+    Path("bare/model.safetensors").unlink()
+    Path("bare/config.json").unlink()
+    external = "{model: teacher, external: ['http://far:30000'], token_file: token}"
+    changes = (*JUDGE, *ASKING, "models.teacher={path: bare}", f"rollout.sets=[{{model: judge}}, {external}]")
+    assert cli.main(["plan", "run.yaml", *(word for change in changes for word in ("--set", change))]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    table = out.split("engine  model ")[1].split("environment")[0]
+    rows = [row.split() for row in table.splitlines()[1:] if row]
+    assert rows == [
+        ["0", "policy", "local-1", "cpu"],
+        ["1", "judge", "local-1", "cpu"],
+        ["2", "teacher", "local-1", "http://far:30000"],
+    ]
+    assert cli.main(["plan", "run.yaml", "--set", JUDGE[0]]) == 0
+    assert "--set: models.judge is given, but no set of rollout.sets serves it" in capsys.readouterr().err
 
 
 def test_the_same_prompt_is_recognised_in_both_spellings(here, capsys):

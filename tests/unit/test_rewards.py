@@ -6,15 +6,20 @@ import os
 import signal
 import socket
 import time
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from runtime import plugins
 from runtime.config import DataSet
-from runtime.errors import SluiceError
+from runtime.errors import ConfigError, SluiceError
+from runtime.rollout.ask import Asking, Served
+from runtime.rollout.pool import Pool, Running
 from runtime.rollout.scoring import RewardPool
-from runtime.types import Prompt
+from runtime.types import Completion, Prompt
+from tests.unit.fakes import FakeEngine
 
 TIMEOUT_S = 0.5
 
@@ -73,7 +78,7 @@ def with_pool(scenario, num_workers=2):
     pool = RewardPool.start({"plain": dataset("plain"), "judge": dataset("judge")}, num_workers, TIMEOUT_S)
 
     async def main():
-        await pool.attach()
+        await pool.attach(partial(Asking, {}, 0))
         listening = asyncio.create_task(pool.listen())
         try:
             return await asyncio.wait_for(scenario(pool), 30)
@@ -142,6 +147,155 @@ def test_awaiting_rewards_run_in_the_agent():
     assert {v.reason for v in hung} == {"the reward took longer than 0.5 s"}
 
 
+# ---- rewards that ask a model
+
+
+class Speaker:
+    """A tokenizer whose tokens are characters."""
+
+    def chat(self, messages):
+        return [ord(c) for m in messages for c in m["content"]]
+
+    def decode(self, tokens):
+        return "".join(map(chr, tokens))
+
+
+class Echo(FakeEngine):
+    """Answers with the first tokens of what it is asked; is aborted once on the way, where it is told to."""
+
+    def __init__(self, delay_s=0.0, aborts=False):
+        super().__init__()
+        self.delay_s, self.aborts = delay_s, aborts
+
+    async def generate(self, tokens, params, session=""):
+        self.calls.append((list(tokens), params, session))
+        await asyncio.sleep(self.delay_s)
+        made, self.aborts = tokens[: 3 if self.aborts else params.max_new_tokens], False
+        return Completion(
+            tokens=np.array(made, np.int32),
+            logprobs=np.zeros(len(made), np.float32),
+            versions=((0, -1),),
+            finish="abort" if len(made) == 3 else "stop",
+        )
+
+
+def asked(scenario, timeout_s=TIMEOUT_S):
+    """Run a scenario with a pool of rewards that ask a judge, and the pool of the judge's engines."""
+
+    async def main():
+        engines = Pool(1.0, "a question to the judge")
+        rewards = RewardPool.start({"asks": dataset("asks")}, 1, timeout_s)
+        try:
+            await rewards.attach(partial(Asking, {"judge": Served(pool=engines, tokenizer=Speaker())}, 0))
+            return await scenario(rewards, engines)
+        finally:
+            rewards.close()
+
+    return asyncio.run(main())
+
+
+def running(engine):
+    return Running(0, engine, asyncio.get_running_loop().create_future())
+
+
+async def ask_about(rewards, *texts):
+    return await rewards.score([None] * len(texts), texts, prompt("asks", ""))
+
+
+def test_while_no_engine_of_the_judge_is_up_the_reward_s_time_stands_still():
+    async def scenario(rewards, engines):
+        first = running(Echo(delay_s=60.0))
+        engines.admit(first)
+        scoring = asyncio.create_task(ask_about(rewards, "a", "bc"))
+        await asyncio.sleep(0.3)
+        first.lose("killed")
+        await asyncio.sleep(0.6)
+        engines.admit(running(Echo()))
+        patient = await scoring
+        engines.admit(running(Echo(delay_s=60.0)))
+        begun = time.monotonic()
+        return patient, await ask_about(rewards, "a"), time.monotonic() - begun
+
+    patient, slow, took = asked(scenario)
+    assert [v.reward for v in patient] == [len("Is 'a' right?"), len("Is 'bc' right?")]
+    assert slow[0].reason == "the reward took longer than 0.5 s" and took < 5.0
+
+
+def test_a_question_that_nobody_answers_fails_with_the_reason():
+    async def scenario(rewards, engines):
+        return await ask_about(rewards, "a")
+
+    (verdict,) = asked(scenario)
+    assert verdict.reason == (
+        "the reward raised WaitTimeout: a question to the judge waited 1 s for any engine of its agent to be ready"
+    )
+
+
+def test_a_question_goes_on_where_it_was_aborted_and_equal_ones_draw_apart():
+    async def scenario(rewards, engines):
+        engine = Echo(aborts=True)
+        engines.admit(running(engine))
+        return engine, await ask_about(rewards, "a", "a", "b"), await ask_about(rewards, "b")
+
+    engine, verdicts, _ = asked(scenario)
+    question = "Is 'a' right?"
+    assert [v.reward for v in verdicts] == [3 + len(question) + 3, len(question), len(question)]
+    tokens, params, _ = next(call for call in engine.calls if len(call[0]) == len(question) + 3)
+    assert Speaker().decode(tokens) == question + question[:3] and params.max_new_tokens == 256 - 3
+    seeds = [(Speaker().decode(t[: len(question)]), p.seed) for t, p, _ in engine.calls]
+    assert len(set(seeds)) == 3, "the two equal ones, and the other, which is asked twice with the same seed"
+
+
+def test_a_model_that_nobody_serves():
+    with pytest.raises(ValueError, match=r"no set of engines serves a model 'judge': name it in rollout\.sets"):
+        asyncio.run(Asking({}, 0, prompt("p", ""), None)("judge", []))
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ("Score: 0.5", 0.5),
+        ("Score: 1? No.\nScore: 0", 0.0),
+        ("score: 1", None),
+        ("Score: -2.5 of 3", -2.5),
+        ("", None),
+    ],
+)
+def test_the_judge_s_last_score_counts(reply, expected):
+    questions = []
+
+    async def ask(model, messages, params):
+        questions.append((model, messages, params.temperature, params.max_new_tokens))
+        if "too long" in messages[0]["content"]:
+            raise ValueError("the engine refused 9000 tokens")
+        return reply
+
+    judge = reward("judge", template="{prompt}|{answer}|{text}|{{}}", max_new_tokens=9)
+    about = Prompt(id="p", dataset="d", answer=46, messages=({"role": "user", "content": "12+34"},))
+    found = asyncio.run(judge.score([None] * 2, ["it is {answer}", "too long"], about, ask))
+    assert found == [expected, None]
+    assert questions[0] == ("judge", [{"role": "user", "content": "12+34|46|it is {answer}|{}"}], 0.0, 9)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"template": "{question}"}, "template: only {prompt}, {answer} and {text} are filled in, not 'question'"),
+        ({"template": "{text.x}"}, "only {prompt}"),
+        ({"template": "{"}, "only {prompt}"),
+        ({"pattern": "Score: 1"}, "has no group"),
+        ({"pattern": "("}, "pattern '('"),
+    ],
+)
+def test_a_judge_that_could_not_score_is_refused(options, words):
+    with pytest.raises(ConfigError) as refused:
+        reward("judge", **options)
+    assert words in str(refused.value)
+
+
+# ---- processes
+
+
 def descendants(pid):
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [int(c) for c in children] + [d for c in children for d in descendants(c)]
@@ -173,7 +327,7 @@ def test_a_lost_host_ends_the_agent_and_leaves_nobody():
     pool, processes = started_pool()
 
     async def scenario():
-        await pool.attach()
+        await pool.attach(partial(Asking, {}, 0))
         listening = asyncio.create_task(pool.listen())
         waiting = asyncio.create_task(plain(pool, "hang"))
         await asyncio.sleep(0.1)
@@ -193,7 +347,7 @@ def test_a_lost_agent_leaves_nobody():
     pool, processes = started_pool()
 
     async def scenario():
-        await pool.attach()
+        await pool.attach(partial(Asking, {}, 0))
         waiting = asyncio.create_task(plain(pool, "hang"))
         await asyncio.sleep(0.1)
         for pid in processes:  # as Slurm does before it kills

@@ -167,6 +167,20 @@ def test_a_lost_engine_loses_and_doubles_nothing():
     assert [len(made) for made in journal] == [1] * 6
 
 
+def test_an_engine_that_forgot_its_weights_is_lost_and_its_answer_too():
+    """As one that somebody else runs, and started anew while nobody looked."""
+    lost = []
+
+    async def look(pool, runnings):
+        while not lost:
+            await asyncio.sleep(0.01)
+            lost.extend(r.id for r in runnings if r.is_lost)
+
+    group, _ = play([engine(version=-1), engine(version=7)], meanwhile=look)
+    assert lost == [0]
+    same(group, play([engine()])[0])
+
+
 def test_a_call_to_a_lost_engine_ends_at_once():
     """A hang is not waited for: when the engine counts as lost, its calls go to the next one."""
 

@@ -1,5 +1,6 @@
 """What SGLang is started with: its own options as they are given, beside those that follow from the run."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +17,8 @@ LAUNCH = {"model": "m", "dtype": "bfloat16", "host": "10.0.0.1", "token_file": "
 
 def options_of(options, num_gpus=0, deterministic=False):
     kind = sglang.build(plugins.options(sglang, options, "rollout.engine_options"))
-    argv = kind.command(Launch(**LAUNCH, num_gpus=num_gpus, deterministic=deterministic))
+    ranks = max(1, num_gpus)
+    argv = kind.command(Launch(**LAUNCH, num_gpus=num_gpus, num_ranks=ranks, deterministic=deterministic))
     found = {}
     for word in argv[2:]:
         if word.startswith("--"):
@@ -47,6 +49,7 @@ def test_options_pass_as_they_are_and_ours_stand():
         "nccl-port": [PEER_PORT],
         "tp-size": ["4"],
         "context-length": ["512"],
+        "custom-weight-loader": ["runtime.comm.weights.loader.take"],
     }
 
 
@@ -78,3 +81,43 @@ def test_an_environment_without_sglang_is_refused(tmp_path):
         kind.check(where)
     (packages / "sglang").mkdir()
     kind.check(where)
+    with pytest.raises(ConfigError, match=r"has no package torch_memory_saver under .*\n  fix: "):
+        kind.check_sleep(where)
+    (packages / "torch_memory_saver-0.0.9.dist-info").mkdir()
+    kind.check_sleep(where)
+
+
+@pytest.mark.parametrize("num_gpus", [0, 2])
+def test_an_engine_that_nothing_is_pushed_to_reads_its_weights_and_keeps_them_in_its_sleep(num_gpus):
+    launch = Launch(**LAUNCH, num_gpus=num_gpus, deterministic=False, sleeps=True, is_frozen=True)
+    argv = sglang.build(sglang.Config()).command(launch)
+    assert argv[argv.index("--load-format") + 1] == "auto"
+    assert ("--enable-weights-cpu-backup" in argv) == ("--enable-memory-saver" in argv) == (num_gpus > 0)
+
+
+@pytest.mark.parametrize(
+    ("server", "model", "takes"),
+    [
+        ({"mem-fraction-static": 0.8, "quantization": False}, {"num_experts": 0}, True),
+        ({"quantization": "fp8"}, {}, False),
+        ({"speculative_algorithm": "EAGLE"}, {}, False),
+        ({}, {"n_routed_experts": 64}, False),
+    ],
+)
+def test_deltas_are_for_weights_that_are_held_as_they_are_sent(server, model, takes):
+    assert sglang.build(sglang.Config(server=server)).takes_deltas(model) == takes
+
+
+def test_in_sglangs_processes_the_runtime_can_be_imported_and_nothing_beside_it():
+    """Also where the project is not installed: as spawned processes run the server's file."""
+    server = Path(sglang.LAUNCHER)
+    program = f"""
+import importlib.util, runpy, sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in repr(finder)]
+sys.path[:] = [place for place in sys.path if place != {str(server.parents[2])!r}]
+assert importlib.util.find_spec("runtime") is None
+runpy.run_path({str(server)!r}, run_name="__mp_main__")
+from runtime.comm.buckets import TakeDelta
+assert importlib.util.find_spec("launcher") is None
+"""
+    subprocess.run([sys.executable, "-I", "-c", program], check=True, timeout=20)

@@ -175,9 +175,25 @@ def test_a_job_that_ends_by_an_order_before_it_could_speak_is_cancelled(run):
 # ---- the end of an attempt ---------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def dead(monkeypatch) -> set[str]:
+    """Nodes of n[1-3] that start no process, though Slurm still lists them."""
+    nodes: set[str] = set()
+
+    def call(*argv, env=None, **_):
+        if argv[0] == "srun":
+            assert env is not None and env["SLURM_JOB_ID"] == "7" and "SLURM_NTASKS" not in env
+            if nodes & {word.removeprefix("--nodelist=") for word in argv}:
+                raise slurm.NoAnswer("srun gave no answer within 30 s")
+        return "n1\nn2\nn3\n" if argv[-1] == "n[1-3]" else argv[-1].replace(",", "\n")
+
+    monkeypatch.setattr(slurm, "call", call)
+    return nodes
+
+
 def slurm_job(run: Path, answer: slurm.Job | None, **asked) -> job.SlurmJob:
     where = SiteConfig(name="x", scheduler="slurm", slurm=Slurm(**asked))
-    environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_RESTART_COUNT": "1"}
+    environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_RESTART_COUNT": "1", "SLURM_NTASKS": "3"}
     made = job.SlurmJob(run, load_run(run / "config.yaml"), where, environment)
     made._ask = lambda: answer
     return made
@@ -204,8 +220,45 @@ RUNNING = slurm.Job(state="RUNNING", fields={"PreemptTime": "None", "Restarts": 
         ("preempted", slurm.Job(state="COMPLETING", reason="TimeLimit", fields={"Restarts": "1"}), "queued"),
     ],
 )
-def test_what_follows_an_attempt(run, kind, answer, then):
+def test_what_follows_an_attempt(run, kind, answer, then, dead):
     assert slurm_job(run, answer).outlook(Report(kind=kind, message=""), stopped=True).next == then
+
+
+@pytest.mark.parametrize(
+    ("lost", "listed", "nodes"),
+    [
+        (set(), "n[1-3]", ["n1", "n2"]),
+        ({"n2"}, "n[1-3]", ["n1", "n3"]),  # Slurm does not know it yet
+        (set(), "n1,n3", ["n1", "n3"]),  # it does
+        ({"n1", "n2", "n3"}, "n[1-3]", ["n1", "n2"]),  # probes that say nothing: one of these nodes asks
+        ({"n2", "n3"}, "n[1-3]", []),
+        ({"n3"}, "n1,n3", []),
+    ],
+)
+def test_a_spare_takes_the_place_of_a_lost_node_and_without_one_the_job_is_queued_again(
+    tmp_path, monkeypatch, dead, lost, listed, nodes
+):
+    monkeypatch.chdir(tmp_path)
+    config = load_run(write_inputs(tmp_path), ["cluster.num_spare_nodes=1"])
+    run = runs.create(config, SiteConfig(name="x", scheduler="slurm"))
+    found = slurm_job(run, slurm.Job(state="RUNNING", nodes=listed))
+    dead |= lost
+    outlook = found.outlook(Report(kind="peer_lost", message=""), stopped=False)
+    if nodes:
+        assert outlook.next == "restart"
+        assert list(found.plan(1).topology.nodes) == nodes
+    else:
+        assert outlook.next == "queued" and "2 nodes are needed: 1 left" in outlook.reason
+
+
+def test_a_job_with_spares_outlives_a_node(config):
+    site = SiteConfig(name="x", scheduler="slurm")
+    plain, spared = (
+        script.make(msgspec.structs.replace(config, cluster=cluster), site, Path("/r"), "python").options
+        for cluster in (config.cluster, msgspec.structs.replace(config.cluster, num_spare_nodes=2))
+    )
+    assert (plain["nodes"], spared["nodes"]) == ("3", "5")
+    assert "no-kill" not in plain and spared["no-kill"] is True
 
 
 def test_a_cancelled_run_does_not_go_on(run):
@@ -426,7 +479,7 @@ JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_CPUS_PER_NODE
         ),
         ({"SLURM_JOB_NUM_NODES": "1"}, "sbatch --nodes=2"),
         ({"SLURM_GPUS_ON_NODE": "2"}, "generic-cuda.yaml:7: gpus_per_node is 4"),
-        ({"SLURM_JOB_NUM_NODES": "3"}, "holds 3 nodes, the run uses 2"),
+        ({"SLURM_JOB_NUM_NODES": "3"}, "holds 3 nodes, the run uses 2: sbatch --nodes=2 asks"),
     ],
 )
 def test_a_job_with_too_little_is_refused(tmp_path, given, words):
@@ -448,15 +501,19 @@ def test_cpus_per_node_as_slurm_writes_them():
         ({"setup": ("true", "x=1 # why not")}, "-m launcher.supervisor /r\n"),
         ({"setup": ("true", "test a = b", "true")}, "-m launcher.supervisor /r slurm.setup: test a = b\n"),
         ({"setup": ("if true", "then", "echo 'in'", "fi")}, "in\n-m launcher.supervisor /r\n"),
+        ({"setup": ("if false\nthen\n  false\nfi\nx=2 # why not\n",)}, "-m launcher.supervisor /r\n"),
+        ({"setup": ("test a = b\ntrue\n",)}, "-m launcher.supervisor /r slurm.setup: test a = b\n"),
+        ({"setup": ("true\ntest a = b && true\n",)}, "-m launcher.supervisor /r slurm.setup: test a = b && true\n"),
+        ({"setup": ("source sourced\ntrue\n",)}, "-m launcher.supervisor /r\n"),
         ({"modules": ("good", "bad")}, "loaded good\n-m launcher.supervisor /r slurm.modules: bad\n"),
     ],
 )
 def test_a_line_of_the_setup_that_fails_ends_the_job(config, asked, said):
     made = script.make(config, SiteConfig(name="x", scheduler="slurm", slurm=Slurm(**asked)), Path("/r"), "echo")
     module = 'module() { [ $2 = good ] && echo "loaded $2"; }'
-    done = subprocess.run(
-        ["bash", "-c", "\n".join([module, *made.setup, made.command])], capture_output=True, text=True
-    )
+    Path("script").write_text("\n".join([module, *made.setup, made.command]))
+    Path("sourced").write_text("false\ntrue\n")
+    done = subprocess.run(["bash", "script"], capture_output=True, text=True)
     assert (done.stdout, done.returncode) == (said, 0)
 
 

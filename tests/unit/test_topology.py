@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.config import Parallel
+from runtime.config import Cluster, EngineSet, Parallel, Rollout, SiteConfig
 from runtime.errors import ConfigError
-from runtime.topology import check_cut, leaders
+from runtime.topology import EngineSlot, RankSlot, Topology, check_cut, leaders, make
 
 SIZES = st.integers(1, 4)
 
@@ -63,3 +63,122 @@ def test_models_that_cannot_be_cut_so(parallel, num_experts, words):
 def test_models_that_can():
     check_cut(Parallel(tensor=2, pipeline=3, virtual_pipeline=2), {"attention heads": 8}, 6, 0)
     check_cut(Parallel(tensor=2, expert=4, sequence_parallel=True), {"attention heads": 8}, None, 8)
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected"),
+    [
+        ({"nodes": (0,), "gpus": (0, 1)}, (1, 2)),
+        ({"nodes": (1,), "gpus": (1,)}, (5,)),
+        ({"nodes": (0, 1), "gpus": (0, 1)}, (1, 2, 4, 5)),
+        ({"nodes": (1,), "gpus": ()}, (4,)),
+        ({"nodes": (0, 1), "gpus": ()}, (1, 4)),
+        ({"nodes": (2,), "gpus": (1,)}, (2,)),
+        ({"nodes": (2,), "gpus": ()}, (1,)),
+    ],
+)
+def test_an_engine_maps_memory_of_the_trainer_ranks_on_its_devices(engine, expected):
+    """Two nodes with two trainer ranks each, and one with none; without GPUs it is that of the first there."""
+    nodes = [0, 0, 0, 1, 1, 1, 2]
+    roles = ["agent", "trainer", "trainer"] * 2 + ["agent"]
+    ranks = tuple(
+        RankSlot(rank=i, node=n, local_rank=i % 3, role=role, device=i % 3 - 1 if i % 3 and engine["gpus"] else None)
+        for i, (n, role) in enumerate(zip(nodes, roles, strict=True))
+    )
+    slot = EngineSlot(id=0, model="policy", **engine)
+    assert Topology(nodes=("a", "b", "c"), ranks=ranks, engines=(slot,)).lenders(slot) == expected
+
+
+def engines(sets=(), *, gpus=8, mode="split", num_rollout_nodes=2, **rollout):
+    """(model, node, GPUs, address) of each engine, on one training node and so many rollout nodes."""
+    cluster = Cluster(mode=mode, num_train_nodes=1, num_rollout_nodes=num_rollout_nodes)
+    made = make(
+        cluster,
+        Rollout(num_prompts=1, num_samples=1, sets=tuple(EngineSet(**one) for one in sets), **rollout),
+        SiteConfig(name="big", gpus_per_node=gpus, cpu_slots_per_node=2),
+        [f"node-{i}" for i in range(9)],
+    ).engines
+    assert [e.id for e in made] == list(range(len(made)))
+    return [(e.model, *e.nodes, e.gpus, e.url) for e in made]
+
+
+def test_other_models_have_the_last_gpus_of_each_node_with_engines_and_the_policy_what_is_left():
+    judge = {"model": "judge", "engines_per_node": 2}
+    teacher = {"model": "teacher", "gpus_per_engine": 2}
+    found = engines([judge, teacher], gpus_per_engine=2)
+    for node in (1, 2):
+        assert [(model, gpus) for model, at, gpus, _ in found if at == node] == [
+            ("policy", (0, 1)),
+            ("policy", (2, 3)),
+            ("judge", (7,)),
+            ("judge", (6,)),
+            ("teacher", (4, 5)),
+        ]
+    assert {node for _, node, _, _ in engines([judge], mode="colocated")} == {0}
+    assert engines([{"model": "judge"}], gpus=0, num_rollout_nodes=1) == [("policy", 1, (), ""), ("judge", 1, (), "")]
+
+
+@given(
+    widths=st.tuples(SIZES, SIZES, SIZES),
+    numbers=st.tuples(SIZES, SIZES),
+    gpus=st.integers(1, 16),
+    nodes=st.integers(1, 3),
+)
+def test_no_gpu_is_given_twice_and_none_is_invented(widths, numbers, gpus, nodes):
+    sets = [
+        {"model": model, "gpus_per_engine": width, "engines_per_node": number}
+        for model, width, number in zip(("judge", "teacher"), widths[1:], numbers, strict=True)
+    ]
+    try:
+        found = engines(sets, gpus=gpus, num_rollout_nodes=nodes, gpus_per_engine=widths[0])
+    except ConfigError as e:
+        assert widths[0] + sum(w * n for w, n in zip(widths[1:], numbers, strict=True)) > gpus, e
+        return
+    used = [(node, gpu) for _, node, of_it, _ in found for gpu in of_it]
+    assert len(used) == len(set(used)) and all(0 <= gpu < gpus for _, gpu in used)
+    assert {(model, node) for model, node, _, _ in found} == {
+        (model, node) for model in ("policy", "judge", "teacher") for node in range(1, nodes + 1)
+    }
+
+
+def test_external_engines_of_the_policy_are_dealt_out_and_those_of_others_asked_by_all():
+    urls = ("http://a:1", "http://b:1", "http://c:1")
+    judge = {"model": "judge", "external": urls[:2], "engines_per_node": 9}
+    found = [(model, node, url) for model, node, _, url in engines([judge], external=urls) if url]
+    assert found == [
+        *(("policy", 1, urls[0]), ("policy", 2, urls[1]), ("policy", 1, urls[2])),
+        *(("judge", node, url) for node in (1, 2) for url in urls[:2]),
+    ]
+    alone = engines([judge], external=urls, num_rollout_nodes=0)
+    assert {node for _, node, _, _ in alone} == {0} and len(alone) == 5
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"gpus_per_engine": 9}, ["rollout.gpus_per_engine", "9", "8 GPUs", "use at most 8"]),
+        ({"sets": [{"model": "judge", "engines_per_node": 8}]}, ["rollout.sets", "take 8", "8 GPUs", "policy needs 1"]),
+        (
+            {"sets": [{"model": "judge"}], "num_rollout_nodes": 0, "external": ("http://a:1",)},
+            ["rollout.sets", "the judge's engines need rollout nodes", "external"],
+        ),
+    ],
+)
+def test_engines_that_do_not_fit(given, words):
+    with pytest.raises(ConfigError) as refused:
+        engines(**given)
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_an_engine_that_needs_more_than_a_node_has_stands_on_several():
+    site = SiteConfig(name="x", gpus_per_node=4)
+    nodes = [f"n{i}" for i in range(5)]
+    wide = Rollout(num_prompts=1, num_samples=1, gpus_per_engine=8)
+    made = make(Cluster(num_train_nodes=1, num_rollout_nodes=4), wide, site, nodes)
+    assert [(e.id, e.nodes, e.gpus) for e in made.engines] == [(0, (1, 2), (0, 1, 2, 3)), (1, (3, 4), (0, 1, 2, 3))]
+    assert [[e.id for e in made.engines_of(n)] for n in range(5)] == [[], [0], [], [1], []]
+    assert [[e.id for e in made.parts_of(n)] for n in range(5)] == [[], [0], [0], [1], [1]]
+    for width, count in ((6, 4), (8, 3)):
+        rollout = Rollout(num_prompts=1, num_samples=1, gpus_per_engine=width)
+        with pytest.raises(ConfigError, match=f"{width}, but a node .* has 4 GPUs\n.*use at most 4, or as many as"):
+            make(Cluster(num_train_nodes=1, num_rollout_nodes=count), rollout, site, nodes)

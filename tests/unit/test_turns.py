@@ -26,7 +26,7 @@ from tests.tools import ledger
 from tests.unit.test_buffer import finished
 from tests.unit.test_loop import end, lines, make_loop
 
-MANIFEST = Manifest(names=("w",), dtypes=("float32",), shapes=((1,),), bucket_bytes=8)
+MANIFEST = Manifest(names=("u", "v", "w"), dtypes=("float32",) * 3, shapes=((1,),) * 3, bucket_bytes=4)
 DOWN = "is being started"
 
 
@@ -38,6 +38,8 @@ class Engine:
     weights: bool = False
     """Has memory for them."""
     cache: bool = False
+    taken: int = 0
+    """Buckets, from memory of the trainer rank."""
     received: int | None = None
     serves: int | None = None
 
@@ -49,8 +51,8 @@ class Engine:
 class Node:
     """Mailbox and world of the controller: one agent with two engines, and one trainer rank, on one GPU."""
 
-    def __init__(self, rng, deaths):
-        self.rng, self.deaths = rng, deaths
+    def __init__(self, rng, deaths, can=()):
+        self.rng, self.deaths, self.can = rng, deaths, can
         self.engines = {0: Engine(), 1: Engine()}
         self.are_held = True
         self.group = set()
@@ -58,6 +60,8 @@ class Node:
         self.inbox, self.answers, self.leases = deque(), deque(), []
         self.died_asleep = 0
         self.pushed = None
+        self.lent = 0
+        """Buckets of the push under way whose memory was shared."""
 
     # ---- the agent
 
@@ -75,6 +79,8 @@ class Node:
                 self.group = set(message.ranks)
                 self.carry_out(message, lambda *_: None)
             case m.Receive():
+                self.carry_out(message, self.receive_all)
+            case m.Take():
                 self.carry_out(message, self.take)
             case m.Commit():
                 self.carry_out(message, self.commit)
@@ -91,7 +97,13 @@ class Node:
                 raise AssertionError(message)
 
     def carry_out(self, order, do):
-        engines = order.ranks if isinstance(order, m.Connect) else order.engines
+        match order:
+            case m.Connect():
+                engines = order.ranks
+            case m.Take():
+                engines = order.handles
+            case _:
+                engines = order.engines
         failures = {}
         for id in engines:
             if self.engines[id].is_up:
@@ -109,9 +121,16 @@ class Node:
         assert not self.trainer_is_awake or not order.serve, "there is memory for the cache of one and no trainer rank"
         engine.cache = engine.cache or order.serve
 
-    def take(self, engine, order):
+    def receive_all(self, engine, order):
         assert engine.weights and not engine.cache and self.trainer_is_awake
         engine.received = order.version
+
+    def take(self, engine, order):
+        assert engine.weights and not engine.cache and self.trainer_is_awake
+        assert set(order.handles.values()) == {(str(self.lent),)}
+        assert order.is_first == (self.lent == 1) and order.is_last == (self.lent == len(MANIFEST.names))
+        engine.taken = 1 if order.is_first else engine.taken + 1
+        engine.received = order.version if engine.taken == len(MANIFEST.names) else None
 
     def commit(self, engine, order):
         assert engine.received == order.version and engine.cache and not self.trainer_is_awake
@@ -122,7 +141,7 @@ class Node:
             if not engine.is_up and not self.are_held:
                 assert not self.trainer_is_awake, "an engine starts only where there is memory for it"
                 self.engines[id] = Engine(is_up=True, weights=True, cache=True)
-                self.inbox.append(m.EngineReady(engine=id, model="policy", can=()))
+                self.inbox.append(m.EngineReady(engine=id, model="policy", can=self.can))
 
     def die(self, id, reason):
         if self.engines[id].is_up:
@@ -156,8 +175,6 @@ class Node:
 
     def obey(self, command):
         match command:
-            case m.Sleep():
-                self.trainer_is_awake = False
             case m.Wake():
                 assert all(engine.sleeps for engine in self.engines.values())
                 self.trainer_is_awake = True
@@ -173,6 +190,15 @@ class Node:
             case m.Push():
                 assert self.trainer_is_awake
                 return m.Pushed(digests={})
+            case m.Lend():
+                assert self.trainer_is_awake and command.readers
+                self.lent = 1 if command.is_first else self.lent + 1
+                return m.Lent(handle=str(self.lent))
+            case m.TakeBack():
+                self.lent = 0
+            case m.Sleep():
+                assert not self.lent
+                self.trainer_is_awake = False
             case m.Train():
                 assert self.trainer_is_awake and all(engine.sleeps for engine in self.engines.values())
                 return m.Trained(metrics={"loss": 0.0})
@@ -193,7 +219,7 @@ TOPOLOGY = Topology(
 
 def colocated(run_dir, rng, channel, deaths, **options):
     """A loop over such a node."""
-    node = Node(rng, deaths)
+    node = Node(rng, deaths, can=("handles",) if channel == "ipc" else ())
     loop = make_loop(run_dir, rng, max_versions=0, **options)
     loop.fleet = Fleet(TOPOLOGY, node, lambda kind, e, why: loop.recorder.event(kind, engine=e, reason=why))
     loop.learner = Learner(node, [1], [], idle=lambda: loop.fleet.pump(0.0))
@@ -207,7 +233,7 @@ def colocated(run_dir, rng, channel, deaths, **options):
 @settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
-    channel=st.sampled_from(["broadcast", "disk"]),
+    channel=st.sampled_from(["broadcast", "disk", "ipc"]),
     deaths=st.sampled_from([0.0, 0.02, 0.1]),
     lockstep=st.booleans(),
     save_every=st.sampled_from([0, 1, 2]),

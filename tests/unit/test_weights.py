@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.comm.buckets import ITEM_BYTES, buckets, tensor_bytes
+from runtime.comm.buckets import ITEM_BYTES, buckets, is_flat, tensor_bytes
 from runtime.comm.network import address_of, address_towards
 from runtime.comm.rendezvous import listen_store
 from runtime.comm.weights.broadcast import BroadcastReceiver, BroadcastSender
@@ -29,7 +29,7 @@ LIMIT_S = 20.0
 
 
 def serve(pipe):
-    receivers = {}
+    receivers, held = {}, {}
 
     def receiver(timeout_s):
         return receivers.setdefault(timeout_s, BroadcastReceiver(device="cpu", timeout_s=timeout_s))
@@ -44,9 +44,19 @@ def serve(pipe):
                 (n, str(t.dtype), tuple(t.shape), bytes(flat_bytes(t).numpy()), digest(t))
                 for cut in buckets(manifest)
                 for n, t in receiver(timeout_s).receive(
-                    group, manifest.names[cut], manifest.dtypes[cut], manifest.shapes[cut]
+                    group,
+                    manifest.names[cut],
+                    manifest.dtypes[cut],
+                    manifest.shapes[cut],
+                    flat=is_flat(manifest, cut),
+                    held=held,
                 )
             ]
+        if order == "hold":
+            held.update((name, torch.zeros(shape, dtype=getattr(torch, dtype))) for name, dtype, shape in args)
+            return None
+        if order == "held":
+            return {name: digest(tensor) for name, tensor in held.items()}
         if order == "leave":
             group, timeout_s = args
             return receiver(timeout_s).leave(group)
@@ -179,6 +189,25 @@ def test_every_member_receives_the_exact_bytes(sender, members, bucket_bytes):
         for member in members:
             assert member.value() == wanted
     dissolve(sender, members, "exact")
+
+
+def test_large_tensors_go_straight_into_those_that_are_held_if_all_of_a_bucket_fit(sender, members):
+    torch.manual_seed(0)
+    weights = [("a", torch.randn(700, 500)), ("b", torch.randn(900, 800).bfloat16()), ("c", torch.randn(600, 601).T)]
+    manifest = manifest_of(weights, 3_000_000)
+    assert len(buckets(manifest)) == 2 and not any(is_flat(manifest, cut) for cut in buckets(manifest))
+    form(sender, members, "large")
+    holds = list(zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True))
+    for member, held in zip(members, (holds, [holds[0], ("b", "float32", (900, 800)), holds[2]]), strict=True):
+        member.order("hold", *held)
+        member.value()
+        member.order("receive", "large", manifest, LIMIT_S)
+    digests = sender.push("large", manifest, iter(weights))
+    for member, written in zip(members, (digests, {"c": digests["c"]}), strict=True):
+        assert {name: seen for name, *_, seen in member.value()} == digests
+        member.order("held")
+        assert {n: seen for n, seen in member.value().items() if digests[n] == seen} == written
+    dissolve(sender, members, "large")
 
 
 def test_two_groups_live_side_by_side(sender, members):

@@ -7,7 +7,7 @@ goes first. While a bucket is on the wire the next one is gathered, and checksum
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ Named = list[tuple[str, Tensor]]
 
 
 class BroadcastSender:
-    """Trainer rank 0's side; it may hold several groups, told apart by name.
+    """Trainer rank 0's side; it may hold several groups, told apart by name. It keeps two buckets' memory.
 
     Args:
         host: numeric address the group's store listens on.
@@ -37,7 +37,7 @@ class BroadcastSender:
 
     def __init__(self, host: str, backend: str, *, device: str, timeout_s: float, kept: Kept | None = None) -> None:
         self._host, self._backend, self._device, self._timeout_s = host, backend, device, timeout_s
-        self._kept = kept
+        self._kept, self._buffers = kept, _Buffers(device)
         self._listening: dict[str, tuple[GroupAddress, TCPStore]] = {}
         self._groups: dict[str, Group] = {}
 
@@ -70,10 +70,9 @@ class BroadcastSender:
             PeerLost: a member left, or took too long over a bucket.
         """
         group = self._groups[name]
-        made, buffers = Digests(), _Buffers(manifest, self._device)
+        made = Digests()
         on_the_wire: list[Work] = []
         for place, tensors in zip(buckets(manifest), cut(manifest, weights), strict=True):
-            made.add(tensors)
             if self._kept is not None and manifest.kind == "delta":
                 payload = self._kept.encode(tensors).to(self._device)
                 pieces = [torch.tensor([len(payload)], device=self._device), payload]
@@ -81,9 +80,10 @@ class BroadcastSender:
                 if self._kept is not None:
                     self._kept.keep(tensors)
                 parts = [flat_bytes(tensor).to(self._device) for _, tensor in tensors]
-                pieces = [buffers.fill(parts)] if is_flat(manifest, place) else parts
+                pieces = [self._buffers.fill(parts)] if is_flat(manifest, place) else parts
             group.wait(*on_the_wire)
             on_the_wire = [group.broadcast(piece) for piece in pieces]
+            made.add(tensors)
         group.wait(*on_the_wire)
         return made.result()
 
@@ -96,20 +96,22 @@ class BroadcastSender:
 
 
 class _Buffers:
-    """Two flat buffers in turn, one filled while the other is on the wire: fresh memory costs more than a copy."""
+    """Two flat buffers in turn, one filled while the other is on the wire. They are kept for the next push, as fresh
+    memory costs more than a copy."""
 
-    def __init__(self, manifest: Manifest, device: str) -> None:
-        flat = [c for c in buckets(manifest) if is_flat(manifest, c)]
-        largest = max((sum(_sizes(manifest.dtypes[c], manifest.shapes[c])) for c in flat), default=0)
-        self._turns = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(2)]
+    def __init__(self, device: str) -> None:
+        self._turns = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
 
     def fill(self, parts: Sequence[Tensor]) -> Tensor:
         """[n] uint8: these, one after the other."""
-        flat = self._turns[0][: sum(map(len, parts))]
-        self._turns.reverse()
-        for into, part in zip(flat.split([len(p) for p in parts]), parts, strict=True):
+        sizes = [len(part) for part in parts]
+        buffer = self._turns.pop(0)
+        if len(buffer) < sum(sizes):
+            buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=buffer.device)
+        self._turns.append(buffer)
+        for into, part in zip(buffer[: sum(sizes)].split(sizes), parts, strict=True):
             into.copy_(part)
-        return flat
+        return buffer[: sum(sizes)]
 
 
 class BroadcastReceiver:
@@ -134,16 +136,30 @@ class BroadcastReceiver:
         store = reach_store(address, rank, self._timeout_s)
         self._groups[address.name] = make_group(address, rank, store, self._timeout_s)
 
-    def receive(self, group: str, names: Names, dtypes: Names, shapes: Shapes, *, flat: bool = True) -> Named:
+    def receive(
+        self,
+        group: str,
+        names: Names,
+        dtypes: Names,
+        shapes: Shapes,
+        *,
+        flat: bool = True,
+        held: Mapping[str, Tensor] | None = None,
+    ) -> Named:
         """One bucket, as views of one buffer that the next bucket overwrites.
 
         Args:
             flat: it comes as one piece; see buckets.is_flat.
+            held: contiguous tensors by name. Where it has all of a bucket that comes tensor by tensor, they are written
+                to as they arrive, without a copy, and are what is returned.
 
         Raises:
             PeerLost: the sender left, or took too long.
         """
         sizes = _sizes(dtypes, shapes)
+        if not flat and held is not None and _fit(held, names, dtypes, shapes):
+            self._fill(group, [flat_bytes(held[name]) for name in names])
+            return [(name, held[name]) for name in names]
         parts = self._take(group, [sum(sizes)])[0].split(sizes) if flat else self._take(group, sizes)
         every = zip(names, dtypes, shapes, parts, strict=True)
         return [(name, typed(part, dtype, shape)) for name, dtype, shape, part in every]
@@ -169,10 +185,25 @@ class BroadcastReceiver:
     def _take(self, group: str, sizes: Sequence[int]) -> Sequence[Tensor]:
         if len(self._buffer) < sum(sizes):
             self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
-        parts, member = self._buffer[: sum(sizes)].split(list(sizes)), self._groups[group]
-        member.wait(*(member.broadcast(part) for part in parts))
+        parts = self._buffer[: sum(sizes)].split(list(sizes))
+        self._fill(group, parts)
         return parts
+
+    def _fill(self, group: str, parts: Sequence[Tensor]) -> None:
+        member = self._groups[group]
+        member.wait(*[member.broadcast(part) for part in parts])
 
 
 def _sizes(dtypes: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> list[int]:
     return [tensor_bytes(dtype, shape) for dtype, shape in zip(dtypes, shapes, strict=True)]
+
+
+def _fit(held: Mapping[str, Tensor], names: Names, dtypes: Names, shapes: Shapes) -> bool:
+    """Whether all of these are held, as they come."""
+    return all(
+        (tensor := held.get(name)) is not None
+        and tensor.dtype == getattr(torch, dtype)
+        and tuple(tensor.shape) == tuple(shape)
+        and tensor.is_contiguous()
+        for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
+    )

@@ -15,7 +15,7 @@ that is no shorter than the tensor (half of its items changed), all of it goes.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -81,13 +81,13 @@ def _changed(new: np.ndarray, old: np.ndarray, item_bytes: int) -> tuple[np.ndar
     values = fresh[places]
     known[places] = values
     gaps = np.diff(places, prepend=-1) - 1
-    ends = np.cumsum(gaps // _FAR + 1)
-    num_steps = int(ends[-1]) if len(ends) else 0
-    if num_steps + values.nbytes >= new.nbytes > 0:
+    far = np.flatnonzero(gaps >= _FAR)
+    times = gaps[far] // _FAR
+    if len(gaps) + times.sum() + values.nbytes >= new.nbytes > 0:
         return None, new
-    steps = np.full(num_steps, _FAR, np.uint8)
-    steps[ends - 1] = gaps % _FAR
-    return steps, values.view(np.uint8)
+    steps = gaps.astype(np.uint8)
+    steps[far] = gaps[far] % _FAR
+    return np.insert(steps, np.repeat(far, times), _FAR), values.view(np.uint8)
 
 
 def apply(payload: Tensor, holds: Mapping[str, Tensor]) -> list[str]:
@@ -103,35 +103,54 @@ def apply(payload: Tensor, holds: Mapping[str, Tensor]) -> list[str]:
     Raises:
         Damaged: it is not what was sent; tensors before the one that is named have changed.
     """
-    data = payload.numpy()
-    header, at = _header(data)
-    for part in header:
+    names = []
+    for part, steps, values in parts(payload):
         target = holds.get(part.name)
         if target is None:
             raise Damaged(f"a delta is of tensor {part.name!r}, which the model does not have")
-        steps, values = data[at : at + max(0, part.num_steps)], data[at + max(0, part.num_steps) :][: part.value_bytes]
-        at += len(steps) + len(values)
-        if _checksum([steps, values]) != part.checksum:
-            raise Damaged(f"the delta of tensor {part.name!r} was damaged on its way")
         held = flat_bytes(target).numpy()
         if part.num_steps < 0:
             fits = len(values) == len(held)
             held[...] = values if fits else held
         else:
-            fits = _put(held, steps, values, target.element_size())
+            items = held.view(np.dtype(f"u{target.element_size()}"))
+            changed = places(steps)
+            if fits := fit(changed, values, len(items), target.element_size()):
+                items[changed] = np.frombuffer(values.tobytes(), items.dtype)  # copied: it may stand at any place
         if not fits:
             raise Damaged(f"the delta of tensor {part.name!r} does not fit its {len(held)} bytes")
-    return [part.name for part in header]
+        names.append(part.name)
+    return names
 
 
-def _put(held: np.ndarray, steps: np.ndarray, values: np.ndarray, item_bytes: int) -> bool:
-    items = held.view(np.dtype(f"u{item_bytes}"))
-    places = np.cumsum(steps, dtype=np.int64)[steps != _FAR]
-    places += np.arange(len(places))
-    if len(places) * item_bytes != len(values) or (len(places) and places[-1] >= len(items)):
-        return False
-    items[places] = np.frombuffer(values.tobytes(), items.dtype)  # copied: it may stand at any place
-    return True
+def parts(payload: Tensor) -> Iterator[tuple[Part, np.ndarray, np.ndarray]]:
+    """What a bucket says of each tensor, with its steps and its values, [n] uint8 each.
+
+    Args:
+        payload: [n] uint8, on the CPU.
+
+    Raises:
+        Damaged: it is not what was sent; what was given before is.
+    """
+    data = payload.numpy()
+    header, at = _header(data)
+    for part in header:
+        steps, values = data[at : at + max(0, part.num_steps)], data[at + max(0, part.num_steps) :][: part.value_bytes]
+        at += len(steps) + len(values)
+        if _checksum([steps, values]) != part.checksum:
+            raise Damaged(f"the delta of tensor {part.name!r} was damaged on its way")
+        yield part, steps, values
+
+
+def places(steps: np.ndarray) -> np.ndarray:
+    """[n] int64: where the items that changed are, ascending."""
+    found = np.cumsum(steps, dtype=np.int64)[steps != _FAR]
+    return found + np.arange(len(found))
+
+
+def fit(changed: np.ndarray, values: np.ndarray, num_items: int, item_bytes: int) -> bool:
+    """Whether these places, and the bytes of their values, are of a tensor of so many items."""
+    return len(changed) * item_bytes == len(values) and not (len(changed) and changed[-1] >= num_items)
 
 
 def _header(data: np.ndarray) -> tuple[list[Part], int]:

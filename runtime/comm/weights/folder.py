@@ -2,8 +2,8 @@
 
 disk    the files lie in the folder, whole and synced before the folder gets its name: a half-written version is never
         seen.
-ipc     the folder holds links to memory of the trainer's process (memfd), which engines of this node map. The memory
-        is gone with the process, however it ends, so that no segment is ever left behind.
+ipc     the folder holds links to memory of the trainer's process (memfd), which engines of this node map, those that
+        take no handles. The memory is gone with the process, however it ends, so that no segment is ever left behind.
 """
 
 from __future__ import annotations

@@ -17,6 +17,9 @@ from runtime.types import Manifest
 _HASHING: Final[int] = 4
 """Threads that compute checksums: one of them is slower than the wire."""
 
+_PORTION_BYTES: Final[int] = 4 << 20
+"""What a thread is given at a time: handing it each small tensor would cost more than the checksums do."""
+
 
 def flat_bytes(tensor: Tensor) -> Tensor:
     """[n] uint8: the tensor's bytes, row-major; a view where it is contiguous."""
@@ -43,20 +46,35 @@ class Digests:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_HASHING, "digest")
-        self._made: dict[str, Future[str]] = {}
-        self._last: dict[str, Future[str]] = {}
+        self._made: list[Future[dict[str, str]]] = []
+        self._last: list[Future[dict[str, str]]] = []
 
     def add(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Begin with these, once those added before are done: no more tensors are kept alive than two buckets have.
         They must stay as they are until `result`."""
-        wait(self._last.values())
-        self._last = {name: self._threads.submit(digest, tensor) for name, tensor in named}
-        self._made |= self._last
+        wait(self._last)
+        self._last = [self._threads.submit(_digests, some) for some in _portions(named)]
+        self._made += self._last
 
     def result(self) -> dict[str, str]:
         """Name -> digest, of all that were added."""
         self._threads.shutdown()
-        return {name: made.result() for name, made in self._made.items()}
+        return {name: found for made in self._made for name, found in made.result().items()}
+
+
+def _digests(named: Sequence[tuple[str, Tensor]]) -> dict[str, str]:
+    return {name: digest(tensor) for name, tensor in named}
+
+
+def _portions(named: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    portion: list[tuple[str, Tensor]] = []
+    for name, tensor in named:
+        portion.append((name, tensor))
+        if sum(t.nbytes for _, t in portion) >= _PORTION_BYTES:
+            yield portion
+            portion = []
+    if portion:
+        yield portion
 
 
 def digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:

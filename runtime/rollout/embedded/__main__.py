@@ -22,6 +22,8 @@ from runtime.rollout.embedded.server import Server
 from runtime.rollout.embedded.worker import Worker
 
 _SHUTDOWN_S = 0.5
+FROZEN = "default"
+"""As the dialect calls weights that came with the server."""
 
 
 def _arguments() -> argparse.Namespace:
@@ -34,6 +36,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--max-length", type=int, default=0, help="longest prompt and answer; 0: the model's")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), required=True, help="of the weights")
     parser.add_argument("--deterministic", action="store_true", help="constant shapes")
+    parser.add_argument("--frozen", action="store_true", help="the folder's weights, for good: none are pushed")
     return parser.parse_args()
 
 
@@ -46,7 +49,7 @@ def _token(path: Path) -> str:
 async def _serve(args: argparse.Namespace, model: SlotModel, decoder: Decoder, token: str) -> int:
     """Serve until SIGTERM (0) or until the decoder dies (1)."""
     worker = Worker(decoder, args.threads)
-    server = Server(worker, model, args.model, deterministic=args.deterministic)
+    server = Server(worker, model, args.model, deterministic=args.deterministic, frozen=args.frozen)
     runner = web.AppRunner(server.app(token), handler_cancellation=True, access_log=None)
     await runner.setup()
     listener = socket.socket(fileno=args.socket_fd)
@@ -67,12 +70,14 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     try:
         token = _token(args.token_file)
-        model = SlotModel(args.model, dtype=args.dtype, slots=args.slots, max_length=args.max_length)
+        sizes = {"slots": args.slots, "max_length": args.max_length}
+        model = SlotModel(args.model, dtype=args.dtype, **sizes, frozen=args.frozen)
         if args.deterministic:
             check_rows(model)
         decoder = Decoder(
             model, deterministic=args.deterministic, full_width=args.deterministic and not widths_agree(model)
         )
+        decoder.version = FROZEN if args.frozen else None
     except ConfigError as e:
         print(e, file=sys.stderr)
         return 2

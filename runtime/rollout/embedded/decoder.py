@@ -91,6 +91,8 @@ class Decoder:
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():  # who asked has gone away
+                return
             try:
                 future.set_result(function())
             except Refused as e:  # any other error is our own fault and ends the loop

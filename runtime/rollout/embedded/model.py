@@ -31,14 +31,17 @@ Step = Callable[[Tensor, Tensor, Tensor, Layers, Layers], Tensor]
 
 
 class SlotModel:
-    """The model, its cache, and the two forwards the decoder needs. Weights are random until they are pushed."""
+    """The model, its cache, and the two forwards the decoder needs. Weights are random until they are pushed, or, where
+    it is frozen, the folder's."""
 
-    def __init__(self, path: str, *, dtype: str, slots: int, max_length: int) -> None:
+    def __init__(self, path: str, *, dtype: str, slots: int, max_length: int, frozen: bool = False) -> None:
         config = AutoConfig.from_pretrained(path)
         _check(config, path)
         AttentionInterface.register(ATTENTION, attend)
         number = getattr(torch, dtype)
-        self.net = AutoModelForCausalLM.from_config(config, dtype=number, attn_implementation=ATTENTION)
+        how = {"dtype": number, "attn_implementation": ATTENTION}
+        auto = AutoModelForCausalLM
+        self.net = auto.from_pretrained(path, **how) if frozen else auto.from_config(config, **how)
         self.net.eval().requires_grad_(False)
         self.slots, self.chunk = slots, _CHUNK
         self.max_length = min(max_length or config.max_position_embeddings, config.max_position_embeddings)

@@ -48,9 +48,11 @@ def guard(token: str) -> Any:
 class Server:
     """Handlers, one an endpoint."""
 
-    def __init__(self, worker: Worker, model: SlotModel, path: str, *, deterministic: bool) -> None:
+    def __init__(
+        self, worker: Worker, model: SlotModel, path: str, *, deterministic: bool, frozen: bool = False
+    ) -> None:
         self._worker, self._decoder, self._model = worker, worker.decoder, model
-        self._updates = Updates(worker, model)
+        self._updates = Updates(worker, model, frozen=frozen)
         self._path, self._deterministic = path, deterministic
         self._numbers = count()
         """Names of requests that come without one."""

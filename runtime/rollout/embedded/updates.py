@@ -32,8 +32,12 @@ _PEERS_S: Final[float] = 600.0
 class Updates:
     """Handlers, one an endpoint."""
 
-    def __init__(self, worker: Worker, model: SlotModel) -> None:
-        self._worker, self._decoder = worker, worker.decoder
+    def __init__(self, worker: Worker, model: SlotModel, *, frozen: bool = False) -> None:
+        """
+        Args:
+            frozen: the weights came with the model: they are never replaced, and kept while it sleeps.
+        """
+        self._worker, self._decoder, self._frozen = worker, worker.decoder, frozen
         self._weights, self._cache = Weights(model.net), model.cache
         self._receiver = BroadcastReceiver(device="cpu", timeout_s=_PEERS_S)
         self._groups: set[str] = set()
@@ -94,7 +98,7 @@ class Updates:
             await self._worker.call(lambda: self._weights.change(payload))
         else:
             what, flat = (group, body.names, body.dtypes, body.shapes), body.load_format is not None
-            tensors = await in_thread(lambda: self._receiver.receive(*what, flat=flat))
+            tensors = await in_thread(lambda: self._receiver.receive(*what, flat=flat, held=self._weights.held))
             await self._worker.call(lambda: self._weights.load(tensors))
         self._next_version = body.weight_version or self._next_version
         return await self._flushed(body.flush_cache)
@@ -126,6 +130,8 @@ class Updates:
     # ---- both
 
     def _open(self, base: str | None) -> None:
+        if self._frozen:
+            raise Refused("this engine was started with weights of its own: it takes no others")
         if self._decoder.paused is None:
             raise Refused("weights are updated only while generation is paused")
         if base is not None and base != self._decoder.version:
@@ -181,7 +187,7 @@ class Updates:
             if self._decoder.num_requests or self._decoder.paused is None:
                 raise Refused("memory is released only while generation is paused and no request is held")
             self._decoder.forget()
-            if "weights" in tags:
+            if "weights" in tags and not self._frozen:
                 self._weights.release()
                 self._decoder.version = None
             if "kv_cache" in tags:

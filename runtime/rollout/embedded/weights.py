@@ -6,7 +6,7 @@ it then decodes nothing until a whole session went well. While it sleeps it hold
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -25,6 +25,11 @@ class Weights:
         self._released: list[tuple[Tensor, torch.Size]] = []
         """While asleep: tensors without memory, and their shapes."""
 
+    @property
+    def held(self) -> Mapping[str, Tensor]:
+        """By Hugging Face name. What comes in a session may be written to them."""
+        return self._tensors
+
     def begin(self) -> None:
         if self._in_session:
             raise Refused("a weight update session is already open")
@@ -39,7 +44,7 @@ class Weights:
             )
 
     def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy these in. Nothing of them is kept if one is refused."""
+        """Copy these in, unless they are those that are held. Nothing of them is kept if one is refused."""
         self.check_session()
         named = list(named)
         for name, tensor in named:

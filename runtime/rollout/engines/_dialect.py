@@ -13,7 +13,7 @@ What the dialect hides, found on the real server:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final
 
 import aiohttp
@@ -167,7 +167,7 @@ class DialectClient:
         delta = {"base_version": str(manifest.base)} if manifest.kind == "delta" else {}
         if manifest.via == "folder":
             body = {"model_path": source, "weight_version": str(version), "flush_cache": not in_place, **delta}
-            await self._post("/update_weights_from_disk", body | ({"load_format": _DELTA} if delta else {}))
+            await self._post("/update_weights_from_disk", body | {"load_format": _DELTA if delta else "safetensors"})
         else:
             await self._receive_over_group(manifest, version, source, delta, flush=not in_place)
         self._prefixes = str(version)
@@ -175,14 +175,21 @@ class DialectClient:
     async def _receive_over_group(
         self, manifest: Manifest, version: int, group: str, delta: dict[str, str], *, flush: bool
     ) -> None:
-        sessions = await self._post("/begin_weight_update", delta, missing_ok=True) is not None
-        try:
+        async with self._updating(group, delta):
             await self._receive_buckets(manifest, version, group, flush=flush)
+
+    @contextlib.asynccontextmanager
+    async def _updating(self, group: str, begin: dict[str, str]) -> AsyncIterator[None]:
+        """Begin and end around an update over a weight group, or "" without one."""
+        sessions = await self._post("/begin_weight_update", begin, missing_ok=True) is not None
+        try:
+            yield
         except EngineLost:
             # The sender shall not wait for buckets that nobody asks for; and when another member broke the group, this
             # engine is still good for the next push.
             with contextlib.suppress(EngineLost):
-                await self._post("/destroy_weights_update_group", {"group_name": group}, refused_ok=True)
+                if group:
+                    await self._post("/destroy_weights_update_group", {"group_name": group}, refused_ok=True)
                 if sessions:
                     await self._post("/end_weight_update", {}, refused_ok=True)
             raise
@@ -202,6 +209,20 @@ class DialectClient:
             }
             await self._post("/update_weights_from_distributed", body)
 
+    async def take(self, handles: Sequence[str], version: int, *, is_first: bool, is_last: bool) -> None:
+        if is_first:
+            await self._post("/begin_weight_update", {}, missing_ok=True)
+        body = {
+            "serialized_named_tensors": handles,
+            "load_format": _FLAT,
+            "weight_version": str(version) if is_last else None,
+            "flush_cache": is_last and self._pause_mode != "in_place",
+        }
+        await self._post("/update_weights_from_tensor", body)
+        if is_last:
+            await self._post("/end_weight_update", {}, missing_ok=True)
+            self._prefixes = str(version)
+
     async def sleep(self) -> None:
         await self._call("POST", "/release_memory_occupation", {})
 
@@ -212,7 +233,8 @@ class DialectClient:
     async def checksums(self) -> dict[str, str]:
         answer = await self._call("POST", "/weights_checker", {"action": "checksum"})
         ranks = msgspec.json.decode(answer, type=_Checked).ranks
-        return {name: digest for rank in ranks for name, digest in rank.checksums.items()}
+        of = [f" of rank {i}" if len(ranks) > 1 else "" for i in range(len(ranks))]
+        return {name + o: digest for o, rank in zip(of, ranks, strict=True) for name, digest in rank.checksums.items()}
 
     async def health(self) -> bool:
         # SGLang proves its health by generating a token, which it cannot do while it is paused.
@@ -222,6 +244,11 @@ class DialectClient:
         except EngineLost:
             return False
         return True
+
+    async def take_over(self) -> None:
+        for path in ("/end_weight_update", "/continue_generation"):
+            with contextlib.suppress(EngineLost):
+                await self._post(path, {})
 
     async def close(self) -> None:
         if self._session is not None:

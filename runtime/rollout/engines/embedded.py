@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -25,7 +26,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 class EmbeddedKind:
     runs_on_gpu = False
-    takes_deltas = True
+    spans_nodes = False
+    takes_handles = False
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -37,10 +39,17 @@ class EmbeddedKind:
         argv += ["--slots", str(config.slots), "--max-length", str(config.max_length)]
         threads = 1 if launch.deterministic else config.threads or max(1, launch.threads)
         argv += ["--dtype", launch.dtype, "--threads", str(threads)]
+        argv += ["--frozen"] if launch.is_frozen else []
         return [*argv, "--deterministic"] if launch.deterministic else argv
+
+    def takes_deltas(self, model: Mapping[str, Any]) -> bool:
+        return True
 
     def check(self, where: str) -> None:
         """It runs on what the project itself needs."""
+
+    def check_sleep(self, where: str) -> None:
+        """It is on no GPU."""
 
     def client(self, *, url: str, token: str, timeout_s: float) -> Engine:
         return DialectClient(url=url, token=token, timeout_s=timeout_s)
