@@ -114,9 +114,10 @@ def test_a_spare_node_takes_the_place_of_one_that_crashes(
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_without_a_spare_a_crashed_node_lets_a_further_job_follow(
+def test_without_a_spare_a_crashed_node_is_replaced_through_the_queue(
     cluster: Cluster, quickstart: Path, tidy: None
 ) -> None:
+    """Whoever finds it first: Slurm queues the job again, the run has a further job follow."""
     run = jobs.submit(cluster.shared, "limits.heartbeat_s=10", "num_steps=20")
     jobs.wait_step(run, 3)
     first = runs.job_id(run)
@@ -126,8 +127,11 @@ def test_without_a_spare_a_crashed_node_lets_a_further_job_follow(
     finally:
         cluster.revive("n2")
     assert "n2" not in json.loads((run / "topology.json").read_text())["nodes"]
-    assert "lost n2, and 2 nodes are needed: 1 left" in jobs.said(run)
-    assert runs.job_id(run) != first and job_of(run).fields["Restarts"] == "0"
+    if runs.job_id(run) == first:
+        assert job_of(run).fields["Restarts"] == "1"
+    else:
+        assert "lost n2, and 2 nodes are needed: 1 left" in jobs.said(run)
+        assert job_of(run).fields["Restarts"] == "0"
     jobs.trained_once(run, 20)
 
 
