@@ -18,7 +18,8 @@ def on(node: str, script: str, *flags: str) -> str:
 
 
 def test_all_nodes_are_idle(cluster: Cluster) -> None:
-    assert output("sinfo", "-h", "-p", "urgent", "-o", "%D %t") == "8 idle"
+    """Soon: a run that has ended may still have its job for a moment."""
+    wait_for("all nodes to be idle", lambda: output("sinfo", "-h", "-p", "urgent", "-o", "%D %t") == "8 idle")
 
 
 def test_a_step_spans_nodes(cluster: Cluster) -> None:

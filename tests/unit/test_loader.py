@@ -17,12 +17,12 @@ class Fusing(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.qkv = nn.Parameter(torch.empty(12, 8), requires_grad=False)
-        self.down = nn.Parameter(torch.empty(8, 4), requires_grad=False)
+        self.qkv = nn.Parameter(torch.zeros(12, 8), requires_grad=False)
+        self.down = nn.Parameter(torch.zeros(8, 4), requires_grad=False)
         self.words = nn.Parameter(torch.zeros(20, 8), requires_grad=False)
-        self.scale = nn.Parameter(torch.empty(1), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(6, dtype=torch.float32), requires_grad=False)
-        self.halves = nn.Parameter(torch.empty(6, dtype=torch.bfloat16), requires_grad=False)
+        self.scale = nn.Parameter(torch.zeros(1), requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(6, dtype=torch.float32), requires_grad=False)
+        self.halves = nn.Parameter(torch.zeros(6, dtype=torch.bfloat16), requires_grad=False)
 
     def load_weights(self, named):
         with ThreadPoolExecutor(2) as threads:
