@@ -5,16 +5,16 @@ from __future__ import annotations
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from launcher import files
 from runtime import plugins
-from runtime.config import Engines, SiteConfig
+from runtime.config import Asked, Engines, SiteConfig
 from runtime.errors import ConfigError
 from runtime.load import Key, Loaded
 
 DETERMINISTIC: Final = "embedded"
-ASKED: Final = ("judge", "teacher")
+ASKED: Final = get_args(Asked)
 
 
 def places(loaded: Loaded) -> dict[str, tuple[Key, ...]]:

@@ -87,10 +87,14 @@ class Engines(Section, frozen=True, kw_only=True):
     """What the external ones want as bearer token, in a file that only you can read; empty: nothing."""
 
 
+Asked = Literal["judge", "teacher"]
+"""Models that rewards may ask."""
+
+
 class EngineSet(Engines, frozen=True, kw_only=True):
     """Engines of a model that is never changed, for rewards to ask."""
 
-    model: Literal["judge", "teacher"]
+    model: Asked
     """Which of `models`."""
     engines_per_node: Positive = 1
     """On each node that has engines; the policy's get what is left of it. With `external` none is started."""

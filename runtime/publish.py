@@ -63,7 +63,8 @@ class Publisher:
             canary: tokens of a prompt, of which an engine must make after each push what the trainer makes of it.
             turns: in colocated mode.
         """
-        self._fleet, self._learner, self._sync, self._canary = fleet, learner, sync, canary
+        self._fleet, self._learner, self._sync = fleet, learner, sync
+        self._proof = canary if sync.verify else ()
         self._turns = turns
         self._folder, self._pushes = folder, 0
         self._stored = ""
@@ -178,7 +179,7 @@ class Publisher:
         """While engines take a bucket, trainer ranks put the next one together."""
         lenders = {engine: self._fleet.lenders(engine) for engine in engines}
         readers = Counter(rank for ranks in lenders.values() for rank in ranks)
-        begin = Lend(is_first=True, canary=self._command("", version, base).canary)
+        begin = Lend(is_first=True, canary=self._proof)
         number, limit_s = len(buckets(self._described())), self._sync.timeout_s + MARGIN_S
         lent = self._learner.lend(begin, readers, limit_s)
         pushed = Pushed(digests={}, canary=next(iter(lent.values())).canary)
@@ -216,7 +217,7 @@ class Publisher:
 
     def _command(self, source: str, version: int, base: int) -> Push:
         self._kept = -1  # until it is known that this push went well
-        return Push(source=source, version=version, base=base, canary=self._canary if self._sync.verify else ())
+        return Push(source=source, version=version, base=base, canary=self._proof)
 
     def _receive(self, push: Push, engines: frozenset[int]) -> list[int]:
         manifest = msgspec.structs.replace(self._described().since(push.base), via=self._sync.via)
