@@ -28,7 +28,7 @@ export PYTHONPATH := $(CURDIR)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv quickstart test check learn kills long bench smollm clean
+.PHONY: help venv quickstart test check learn kills long bench smollm gpu clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -62,6 +62,9 @@ bench: $(STAMP) $(TRL_STAMP) $(SGLANG_STAMP)  ## speed against TRL, padded gener
 
 smollm: $(STAMP) $(SGLANG_STAMP) $(SMOLLM)/config.json  ## real weights (SmolLM2-135M) in both trainers and engines
 	$(PYTEST) tests -m smollm -s
+
+gpu: $(STAMP)  ## what needs a GPU, on this machine's: trainers, and engines if SGLANG_PYTHON names an SGLang for it
+	$(PYTEST) tests/gpu -rs -s
 
 clean:  ## delete environments, caches, runs and made models
 	rm -rf .venv .venv-trl .venv-sglang .venv-smollm .pytest_cache .ruff_cache .hypothesis .benchmarks build *.egg-info runs models

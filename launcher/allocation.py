@@ -7,9 +7,10 @@ from collections.abc import Mapping
 
 from launcher import plan, slurm
 from runtime import topology
-from runtime.config import RunConfig, SiteConfig
+from runtime.config import RunConfig
 from runtime.errors import ConfigError
 from runtime.load import Loaded, LoadedSite
+from runtime.site import SiteConfig
 
 
 def ranks_a_node(config: RunConfig, site: SiteConfig) -> int:

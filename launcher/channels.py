@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
-from runtime import topology
-from runtime.config import SiteConfig
+from launcher import files
+from runtime import plugins, topology
 from runtime.errors import ConfigError
 from runtime.load import Loaded
+from runtime.site import SiteConfig
 
 
 def check(loaded: Loaded, site: SiteConfig, ranks: topology.Topology, kind: Any) -> None:
@@ -30,16 +32,22 @@ def check(loaded: Loaded, site: SiteConfig, ranks: topology.Topology, kind: Any)
         )
     if config.cluster.mode == "colocated":
         _check_turns(loaded, site)
+    if config.sync.folder and config.sync.via == "folder" and site.scheduler == "local":
+        files.check_folder(config.sync.folder, loaded.where("sync", "folder"))
     if channel == "ipc":
         _check_ipc(loaded, site, ranks, kind)
     if channel == "delta":
         _check_delta(loaded, kind)
+    if _has_gpus(site) and config.sync.via == "group" and config.cluster.num_rollout_nodes:
+        place = loaded.where("rollout", "engine_options")
+        plugins.ask(kind, "check_group", place, where=place)
 
 
 def _check_delta(loaded: Loaded, kind: Any) -> None:
     rollout, model = loaded.config.rollout, Path(loaded.config.models.policy.path, "config.json")
     when = "where somebody else starts it" if rollout.external else ""
-    if not kind.takes_deltas(json.loads(model.read_bytes())):
+    given = json.loads(model.read_bytes())
+    if not plugins.ask(kind, "takes_deltas", given, where=loaded.where("rollout", "engine"), answer=bool):
         when = "with these options, or of this model"
     if when:
         problem = f"engine {rollout.engine!r} takes whole weights only {when}, no 'delta'"
@@ -78,12 +86,23 @@ def _check_turns(loaded: Loaded, site: SiteConfig) -> None:
             "'delta', but in colocated mode engines give up their weights before each push",
             "write disk or ipc, which need no process group",
         )
+    if _has_gpus(site):
+        _check_memory(site)
     if _has_gpus(site) and config.sync.channel == "broadcast":
         raise ConfigError(
             loaded.where("sync", "channel"),
             "'broadcast', but no process group has two members on one GPU, as colocated mode would need",
             "write ipc or disk",
         )
+
+
+def _check_memory(site: SiteConfig) -> None:
+    """Whether the memory of torch can be shared, and given back for a while."""
+    environment = {**os.environ, **site.env}
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if "expandable_segments:True" in environment.get(name, ""):
+            problem = "has expandable segments, with which engines cannot give their memory back in colocated mode"
+            raise ConfigError(f"site {site.name}: env.{name}", problem, "leave them out there and in your shell")
 
 
 def _has_gpus(site: SiteConfig) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 from collections.abc import Sequence
+from typing import Final
 
-from runtime.errors import EXIT_CODES, TRY_LATER, ConfigError, TryLater
+from runtime.errors import DENIED, EXIT_CODES, FULL, TRY_LATER, ConfigError, TryLater
 
 _EPILOG = """\
 examples:
@@ -33,7 +35,7 @@ examples:
   python -m launcher submit run.yaml --site generic-rocm --set-site account=me --set-site time=04:00:00
 
 Ctrl-C cancels the run: it saves at the next boundary and ends, `resume` goes on with it. A second Ctrl-C kills it.
-With --detach the run does not depend on the terminal.
+When this command ends otherwise (SIGTERM, a lost terminal), the run goes on, as with --detach.
 """
 _PLAN = "example:\n  python -m launcher plan configs/quickstart.yaml --set cluster.num_rollout_nodes=2\n"
 _RUN = """\
@@ -72,9 +74,15 @@ examples:
 """
 
 
+FAULTY: Final = (errno.EIO, errno.ESTALE, errno.ENOTCONN)
+"""Of an OSError: a disk or a network's file system, which does not say of which file it speaks."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code. A user's mistake is one message on stderr and code 2."""
-    args = parser().parse_args(argv)
+    args, unknown = parser().parse_known_args(argv)
+    if unknown:
+        args.own.error(_refusal(args, unknown))
     try:
         return _run(args)
     except ConfigError as e:
@@ -86,6 +94,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `... | head` has read enough
         sys.stderr.close()
         return 0
+    except OSError as e:
+        if e.filename is None and e.errno not in (*FULL, *FAULTY):
+            raise
+        fix = "let it be writable, or use another folder" if e.errno in DENIED else "check the path"
+        fix = "make room there" if e.errno in FULL else fix
+        fix = "try again; if that does not help, ask your site what is the matter" if e.errno in FAULTY else fix
+        place = e.filename or ("a disk or file system" if e.errno in FAULTY else "standard output")
+        print(f"error: {place}: {e.strerror}\n  fix: {fix}", file=sys.stderr)
+        return EXIT_CODES["config"]
+
+
+def _refusal(args: argparse.Namespace, unknown: Sequence[str]) -> str:
+    """What is wrong with arguments that a command does not know, and how they may be meant."""
+    import re
+    from difflib import get_close_matches
+
+    said, first = f"unknown: {' '.join(unknown)}", unknown[0]
+    if first.startswith("-"):
+        options = re.findall(r"--[a-z-]+", args.own.format_usage())
+        near = get_close_matches(first.partition("=")[0], options, n=1)
+        return f"{said}; did you mean {near[0]}?" if near else said
+    bare = next((given for given in getattr(args, "overrides", []) if "=" not in given), "")
+    if bare:
+        value = getattr(args, "config", "VALUE") if first.endswith((".yaml", ".yml")) else first
+        return f"{said}; write it with an equals sign: --set {bare}={value}"
+    return f"{said}; did you mean --set {first}?" if "=" in first and hasattr(args, "overrides") else said
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -114,13 +148,15 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, text: str, examples: str) -> argparse.ArgumentParser:
-        return commands.add_parser(
+        made = commands.add_parser(
             name,
             help=text,
             description=text[0].upper() + text[1:] + ".",
             epilog=examples,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        made.set_defaults(own=made)
+        return made
 
     submit = add("submit", "check a config, start the run, follow it", _SUBMIT)
     _add_config(submit)
@@ -132,7 +168,7 @@ def parser() -> argparse.ArgumentParser:
     _add_config(add("run", "train here and now, inside a Slurm job or allocation of yours", _RUN))
 
     status = add("status", "what a run does, or how it ended and what to do", _STATUS)
-    _add_run(status, "as above, or all")
+    _add_run(status, "run folder, name or id, or all (default: the newest)")
     _add_logs(add("logs", "print or follow the logs of an attempt", _LOGS))
     _add_run(add("cancel", "stop a run", _CANCEL))
 

@@ -5,27 +5,31 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from launcher import allocation, check, plan, processes, progress, runs, script, show, supervisor
-from launcher import site as machine
-from launcher import submit as job
+from launcher import allocation, check, files, machine, plan, processes, progress, runs, script, show, supervisor
+from launcher import submit as submission
 from launcher.refusals import Refused
 from launcher.states import States, report_of
-from runtime.config import RunConfig, SiteConfig
-from runtime.errors import EXIT_CODES, ConfigError, TryLater
+from runtime.config import RunConfig
+from runtime.errors import EXIT_CODES, Collector, ConfigError, TryLater
 from runtime.load import Loaded, LoadedSite, dump, read_run, read_site
+from runtime.site import SiteConfig
 
 RESUMABLE: Final = ("num_steps", "evaluation", "tracking", "cluster", "staleness", "limits", "checkpoint")
 """Sections a resume may change: they alter no batch that was already trained."""
+
+LOCK_LIMIT_S: Final = 5.0
+"""For a supervisor that has said its last to be gone."""
 
 KILL_LIMIT_S: Final = 30.0
 """For the supervisor to sweep up after a second signal."""
@@ -44,6 +48,7 @@ def submit(args: argparse.Namespace) -> int:
     if args.dry_run:
         if said:
             print(f"\nSlurm would run the job: {said}")
+        print("\nchecked, nothing was started")
         return 0
     run = runs.create(config, where, loaded.where("runs_dir"))
     try:
@@ -84,31 +89,53 @@ def run_here(args: argparse.Namespace) -> int:
 
 def resume(args: argparse.Namespace) -> int:
     run = runs.find(args.run, Path(args.runs))
-    state = States().of(run)
-    if state not in (*runs.FINAL, "died"):
-        going = "it will start by itself" if state == "queued" else "it is under way"
-        stops = f"`python -m launcher cancel{runs.called(run)}` stops it"
-        raise ConfigError(run.name, f"is {state}", f"{going}; to change something, {stops} first")
-    args.config, args.site = str(run / "config.yaml"), str(run / "site.yaml")
-    loaded, site = _prepare(args)
-    old = read_run(run / "config.yaml").config
-    if not args.accept_changes:
-        _refuse_changes(old, loaded.config)
-    done = runs.last_step(run)
-    if done >= loaded.config.num_steps and _is_done(run):
-        fix = f"--set num_steps={done + 50} goes on"
-        raise ConfigError(run.name, f"has done all its {done} steps", fix)
-    _try_out(loaded, site)
-    (run / runs.CANCEL_MARK).unlink(missing_ok=True)
-    runs.write_config(run, loaded.config, site.config)
-    _write_script(run, loaded.config, site.config)
-    before = runs.read_status(run)
-    runs.write_status(run, runs.Status(state="queued", attempt=runs.last_attempt(run)))
+    try:
+        with runs.held(run, LOCK_LIMIT_S):
+            loaded, site, before = _renew(run, args)
+    except BlockingIOError:
+        fix = f"`python -m launcher status{runs.called(run)}` tells more"
+        raise ConfigError(run.name, "is under way, or another resume is starting it", fix) from None
     try:
         return _launch(run, loaded, site, args.detach)
     except (Refused, TryLater):
         runs.write_status(run, before)
         raise
+
+
+def _renew(run: Path, args: argparse.Namespace) -> tuple[Loaded, LoadedSite, runs.Status]:
+    """Let a run that ended be as one that waits for its start, with what `resume` was told; and what its status was."""
+    state = States().of(run)
+    if state not in (*runs.FINAL, "died"):
+        going = "it will start by itself" if state == "queued" else "it is under way"
+        stops = f"`python -m launcher cancel{runs.called(run)}` stops it"
+        raise ConfigError(
+            run.name, f"is {progress.told_as(run, state)}", f"{going}; to change something, {stops} first"
+        )
+    args.config, args.site = str(run / "config.yaml"), str(run / "site.yaml")
+    loaded, site = _prepare(args)
+    last = runs.attempt_dir(run, runs.last_attempt(run)) / "config.yaml"  # the run's own may have been edited since
+    attempted = read_run(last if last.exists() else run / "config.yaml").config
+    if not args.accept_changes:
+        _refuse_changes(attempted, loaded.config)
+        for path in runs.changed_data(run, loaded.config):
+            fix = "put it back as it was; --accept-changes goes on with it as it is"
+            raise ConfigError("resume", f"{path} is not what the run was trained on so far", fix)
+    done, wanted = runs.last_step(run), loaded.config.num_steps
+    if done > wanted or (done == wanted and _is_done(run)):
+        steps = f"all its {done} steps" if done == wanted else f"{done} steps, and num_steps is {wanted}"
+        raise ConfigError(run.name, f"has done {steps}", f"--set num_steps={done + 50} goes on")
+    if show.is_lost(run, attempted.checkpoint.interval):
+        problem = f"has {done} recorded steps, but no complete checkpoint to go on from"
+        raise ConfigError(run.name, problem, show.anew(run))
+    _try_out(loaded, site)
+    if runs.last_attempt(run) >= 0 and not show.has_checkpoint(run):
+        print(f"{run.name}: it starts from the beginning, as no checkpoint was made yet")
+    (run / runs.CANCEL_MARK).unlink(missing_ok=True)
+    runs.write_config(run, loaded.config, site.config)
+    _write_script(run, loaded.config, site.config)
+    before = runs.read_status(run)
+    runs.write_status(run, runs.Status(state="queued", attempt=runs.last_attempt(run)))
+    return loaded, site, before
 
 
 def cancel(args: argparse.Namespace) -> int:
@@ -117,9 +144,14 @@ def cancel(args: argparse.Namespace) -> int:
     if state in runs.FINAL:
         print(f"{run.name} is not running: {state}")
         return 0
+    status = runs.read_status(run)
+    if state != "died" and not runs.job_id(run) and runs.is_elsewhere(status):
+        there = f"cancel it there: python -m launcher cancel {shlex.quote(str(run))}"
+        raise ConfigError(run.name, f"is {state} on {status.host}", there)
     limit_s = read_run(run / "config.yaml").config.limits.stop_s
     if state == "queued":
-        print(f"{run.name}: taking it out of the queue", flush=True)
+        is_local = progress.told_as(run, state) != state
+        print(f"{run.name}: {'ending it as it starts' if is_local else 'taking it out of the queue'}", flush=True)
     elif runs.cancel_asked(run) and state != "died":
         print(f"{run.name}: it was asked to end before, so now it is killed", flush=True)
     else:
@@ -137,9 +169,9 @@ def stop(run: Path, state: str, limit_s: float) -> None:
     if state != "queued" and not _wait_gone(run, limit_s):
         number = runs.job_id(run)
         if number:
-            job.signal(number, "KILL")
-        else:
-            processes.signal_process(runs.read_status(run).pid, signal.SIGKILL)
+            submission.signal(number, "KILL")
+        elif runs.supervisor_here(status := runs.read_status(run)):
+            processes.signal_process(status.pid, signal.SIGKILL)
         _wait_gone(run, KILL_LIMIT_S)
     status, attempt = runs.read_status(run), runs.last_attempt(run)
     if status.state not in runs.FINAL:
@@ -154,8 +186,8 @@ def ask_to_stop(run: Path, state: str) -> None:
     (run / runs.CANCEL_MARK).touch()
     status, number = runs.read_status(run), runs.job_id(run)
     if number:
-        job.signal(number, "" if state == "queued" else "TERM")
-    elif runs.supervisor_alive(status):
+        submission.signal(number, "" if state == "queued" else "TERM")
+    elif runs.supervisor_here(status):
         processes.signal_process(status.pid, signal.SIGTERM)
 
 
@@ -170,22 +202,43 @@ def _wait_gone(run: Path, limit_s: float) -> bool:
 
 def _prepare(args: argparse.Namespace) -> tuple[Loaded, LoadedSite]:
     """Load and check everything that can be checked before anything is started; warnings go to stderr."""
-    loaded = read_run(args.config, args.overrides)
-    site = read_site(args.site or loaded.config.site, args.site_overrides)
+    told, loaded, site = Collector(), None, None
+    with told.going_on():
+        loaded = read_run(args.config, args.overrides)
+    with told.going_on():
+        if args.site:
+            site = read_site(args.site, args.site_overrides)
+        elif loaded:
+            site = _site_of(loaded, args.site_overrides)
+    told.tell()
+    assert loaded and site
     for warning in check.everything(loaded, site.config):
         print(f"warning: {warning}", file=sys.stderr)
     return loaded, site
 
 
+def _site_of(loaded: Loaded, overrides: Sequence[str]) -> LoadedSite:
+    """That a config names."""
+    name = loaded.config.site
+    try:
+        return read_site(name, overrides)
+    except ConfigError as e:
+        if e.where not in ("site", name):
+            raise
+        problem = e.problem if e.where == "site" else f"{name} {e.problem}"
+        raise ConfigError(loaded.where("site"), problem, e.fix) from None
+
+
 def _described(config: RunConfig, where: SiteConfig) -> str:
     run = Path(config.runs_dir) / "RUN"
-    planned = plan.make(config, where, run, 0, machine.machine(where))
-    return plan.describe(planned, config, where, _script(config, where, run))
+    planned = plan.make(config, where, run, 0, machine.here(where))
+    rows = {data.path: files.num_rows(data.path) for data in (*config.data, *config.evaluation.sets)}
+    return plan.describe(planned, config, where, _script(config, where, run), rows)
 
 
 def _script(config: RunConfig, where: SiteConfig, run: Path) -> str:
     """The batch script of a run's job; empty where there is no scheduler."""
-    return job.render(script.make(config, where, run, sys.executable), run) if where.scheduler == "slurm" else ""
+    return submission.render(script.make(config, where, run, sys.executable), run) if where.scheduler == "slurm" else ""
 
 
 def _try_out(loaded: Loaded, site: LoadedSite) -> str:
@@ -196,8 +249,8 @@ def _try_out(loaded: Loaded, site: LoadedSite) -> str:
     """
     if site.config.scheduler != "slurm":
         return ""
-    said = job.try_out(_script(loaded.config, site.config, Path(loaded.config.runs_dir) / "RUN"), loaded, site)
-    if said.startswith(job.NOT_YET):
+    said = submission.try_out(_script(loaded.config, site.config, Path(loaded.config.runs_dir) / "RUN"), loaded, site)
+    if said.startswith(submission.NOT_YET):
         print(f"warning: Slurm would run the job {said}", file=sys.stderr)
     return said
 
@@ -231,7 +284,7 @@ def _launch(run: Path, loaded: Loaded, site: LoadedSite, detach: bool) -> int:
     began, states, before = time.time(), States(), runs.job_id(run)
     try:
         with _held_interrupts() as interrupts:
-            job.start(run, loaded, site)
+            submission.start(run, loaded, site)
     except KeyboardInterrupt:
         interrupts = ["twice"]
         _withdraw(run, site.config, before)
@@ -259,7 +312,7 @@ def _withdraw(run: Path, where: SiteConfig, before: str) -> None:
         Withdrawn: nothing is known of one.
     """
     (run / runs.CANCEL_MARK).touch()  # a job that comes later ends at once
-    number = job.find(run, before) if where.scheduler == "slurm" else ""
+    number = submission.find(run, before) if where.scheduler == "slurm" else ""
     if number:
         (run / runs.JOB_ID).write_text(number)
     elif where.scheduler == "slurm":

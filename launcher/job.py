@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,11 +18,12 @@ from typing import Final, Literal, Protocol
 
 import msgspec
 
-from launcher import plan, runs, site, slurm
+from launcher import machine, plan, runs, slurm
 from launcher.plan import JobPlan
 from launcher.runs import Report
 from runtime import topology
-from runtime.config import RunConfig, SiteConfig
+from runtime.config import RunConfig
+from runtime.site import SiteConfig
 
 RESTARTED: Final = ("peer_lost", "engine_lost", "node_failed")
 """Reports after which the same nodes are tried again."""
@@ -85,7 +87,7 @@ class LocalJob:
         self._run, self._config, self._site, self._environment = run, config, where, environment
 
     def plan(self, attempt: int) -> JobPlan:
-        made = plan.make(self._config, self._site, self._run, attempt, site.machine(self._site))
+        made = plan.make(self._config, self._site, self._run, attempt, machine.here(self._site))
         return msgspec.structs.replace(made, env=plan.clean_env(self._environment, made.env))
 
     def tell(self, world: subprocess.Popen[bytes], order: Order) -> None:
@@ -117,7 +119,7 @@ class SlurmJob:
 
     def plan(self, attempt: int) -> JobPlan:
         nodes = self._nodes_left(self._ask())
-        made = plan.make(self._config, self._site, self._run, attempt, site.machine(self._site), nodes)
+        made = plan.make(self._config, self._site, self._run, attempt, machine.here(self._site), nodes)
         return msgspec.structs.replace(made, env=self._env(made.env))
 
     def _env(self, added: Mapping[str, str]) -> dict[str, str]:
@@ -151,7 +153,7 @@ class SlurmJob:
         leaving = job is not None and (job.is_preempted or job.phase != "running")
         why = f"job {self.number} is " + ("losing its nodes" if leaving else f"ending: {report.kind}")
         if report.kind in RESTARTED and not leaving:
-            self._lost |= dead(self._nodes_left(job), self._env({}))
+            self._lost |= dead(self._nodes_left(job), self._env({}), (self._run / "config.yaml", sys.executable))
             left, needed = len(self._nodes_left(job)), topology.num_nodes(self._config.cluster)
             gone = f"job {self.number} lost {', '.join(sorted(self._lost))}" if self._lost else ""
             if left >= needed:
@@ -204,19 +206,21 @@ class SlurmJob:
         return job.phase == "ending" and not other
 
 
-def dead(nodes: Sequence[str], env: Mapping[str, str]) -> set[str]:
-    """Those of a job's nodes that start no process; Slurm itself may take minutes to notice.
+def dead(nodes: Sequence[str], env: Mapping[str, str], files: Sequence[str | Path]) -> set[str]:
+    """Those of a job's nodes that start no process, which Slurm itself may take minutes to notice, or that have lost
+    the file system with these files.
 
     Args:
         env: names the job in SLURM_JOB_ID.
     """
+    looks = ["sh", "-c", 'for file; do head -c 1 "$file" || exit; done >/dev/null', "sh", *map(str, files)]
 
     def starts(node: str) -> bool:
         where = ["--nodes=1", "--ntasks=1", f"--nodelist={node}", "--mem=0", "--gres=none", "--overlap"]
         try:
-            slurm.call("srun", *where, "--input=none", "true", limit_s=PROBE_LIMIT_S, env=env)
+            slurm.call("srun", *where, "--input=none", *looks, limit_s=PROBE_LIMIT_S, env=env)
         except slurm.SchedulerDown as e:
-            log.warning("node %s starts no process: %s", node, e)
+            log.warning("node %s is of no use: %s", node, e)
             return False
         return True
 

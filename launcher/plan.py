@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from launcher import srun
+from launcher import srun, summary
 from runtime import topology
-from runtime.config import RunConfig, SiteConfig
+from runtime.config import RunConfig
+from runtime.site import SiteConfig
 from runtime.topology import RankSlot, Topology
 
 PROJECT: Final = Path(__file__).parents[1]
@@ -48,7 +49,7 @@ class JobPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """What the world is started with; `launcher.site` finds it out."""
+    """What the world is started with; `launcher.machine` finds it out."""
 
     python: str
     mpiexec: str = ""
@@ -83,7 +84,10 @@ def make(
         env |= {"SLURM_HOSTFILE": str(folder / srun.HOST_FILE), **_mpich_env(site), **site.env}
         return JobPlan(topology=world, command=srun.step(world, site, folder, program), env=env, log=srun.STEP_LOG)
     # MPICH listens on every interface unless told
-    env |= {"UCX_NET_DEVICES": site.fabric_interface or "lo", **site.env}
+    env |= {"UCX_NET_DEVICES": site.fabric_interface or "lo"}
+    # SGLang leaves cuMem off unless told, and on one machine no rank of NCCL with it maps the memory of one without.
+    env |= {"NCCL_CUMEM_ENABLE": "0"} if site.gpus_per_node else {}
+    env |= site.env
     return JobPlan(topology=world, command=_mpiexec(world, site, folder, machine, program), env=env, log="mpiexec.log")
 
 
@@ -127,30 +131,59 @@ def clean_env(inherited: Mapping[str, str], added: Mapping[str, str]) -> dict[st
     return {**env, **added, "PYTHONPATH": ":".join(filter(None, path))}
 
 
-def describe(plan: JobPlan, config: RunConfig, site: SiteConfig, script: str = "") -> str:
-    """For people: nodes, ranks, roles, engines, the commands. `script`: of the batch job, as it is submitted."""
-    world = plan.topology
+def describe(
+    plan: JobPlan, config: RunConfig, site: SiteConfig, script: str = "", rows: Mapping[str, int] | None = None
+) -> str:
+    """For people: what was configured, nodes, ranks, roles, engines, the commands.
+
+    Args:
+        script: of the batch job, as it is submitted.
+        rows: of data files, by path, as far as they were counted.
+    """
+    world, count = plan.topology, summary.count
+    sizes = (count(len(world.nodes), "node"), count(world.world_size, "rank"), count(len(world.engines), "engine"))
     lines = [
-        f"run {config.name}: {config.num_steps} steps of {config.rollout.num_prompts} prompts "
-        f"x {config.rollout.num_samples} samples, {config.algorithm.name}",
-        f"site {site.name}: {len(world.nodes)} nodes, {world.world_size} ranks, {len(world.engines)} engines",
+        f"run {config.name} on site {site.name}: {', '.join(sizes)}",
         "",
-        "rank  node     role               device",
+        *summary.lines(config, sum(rank.role == "trainer" for rank in world.ranks), rows or {}),
+        "",
+        "rank   node     role               device",
+        *_ranks(world),
+        "",
+        "engine  model    nodes     devices",
+        *_engines(world),
     ]
-    for rank in world.ranks:
-        role = "agent, controller" if rank.rank == world.controller else rank.role
-        device = "cpu" if rank.device is None else f"gpu {rank.device}"
-        lines.append(
-            f"{rank.rank:>4}  {world.nodes[rank.node]:<8} {role:<18} {'-' if rank.role == 'agent' else device}"
-        )
-    lines += ["", "engine  model    nodes     devices"]
-    for engine in world.engines:
-        nodes = ",".join(world.nodes[node] for node in engine.nodes)
-        gpus = engine.url or ",".join(map(str, engine.gpus)) or "cpu"
-        lines.append(f"{engine.id:>6}  {engine.model:<8} {nodes:<9} {gpus}")
     lines += ["", "environment", *(f"  {name}={shlex.quote(value)}" for name, value in plan.env.items())]
     lines += ["", "command", *_wrapped(plan.command)]
     return "\n".join([*lines, "", "batch script", script] if script else lines)
+
+
+def _ranks(world: Topology) -> Iterator[str]:
+    """A line for each stretch of ranks that are alike on a node."""
+    for (node, role), alike in groupby(world.ranks, key=lambda rank: (rank.node, rank.role)):
+        ranks = list(alike)
+        first, last = ranks[0], ranks[-1]
+        does = "agent, controller" if first.rank == world.controller else role
+        device = (
+            "-" if role == "agent" else "cpu" if first.device is None else f"gpu {_span(first.device, last.device)}"
+        )
+        yield f"{_span(first.rank, last.rank):>5}  {world.nodes[node]:<8} {does:<18} {device}"
+
+
+def _engines(world: Topology) -> Iterator[str]:
+    """A line for each stretch of engines that are alike on a node, or on several."""
+    for key, alike in groupby(world.engines, key=lambda one: (one.nodes, one.model, one.kind, one.url, len(one.gpus))):
+        (on, model, kind, url, width), engines = key, list(alike)
+        gpus = [gpu for engine in engines for gpu in engine.gpus]
+        device = url or (_span(min(gpus), max(gpus)) if gpus else "cpu")
+        device += f", {width} each" if gpus and len(engines) > 1 else ""
+        does = "" if kind == "regular" else f", {kind}"
+        ids, nodes = _span(engines[0].id, engines[-1].id), ",".join(world.nodes[node] for node in on)
+        yield f"{ids:>6}  {model:<8} {nodes:<9} {device}{does}"
+
+
+def _span(first: int, last: int | None) -> str:
+    return str(first) if first == last else f"{first}-{last}"
 
 
 def _wrapped(command: Sequence[str]) -> list[str]:

@@ -130,8 +130,8 @@ def remove_stale_shared_memory(shm: Path = Path("/dev/shm"), min_age_s: float = 
         Names of the deleted files.
     """
     deleted = []
-    old = [p for p in shm.glob("mpich_shm_*") if p.stat().st_uid == os.getuid() and _age_s(p) > min_age_s]
-    mapped = "".join(map(_maps, Path("/proc").glob("[0-9]*"))) if old else ""
+    old = [p for p in shm.glob("mpich_shm_*") if _is_ours(p) and _age_s(p) > min_age_s]
+    mapped = "".join(_said(p / "maps") for p in Path("/proc").glob("[0-9]*")) if old else ""
     for path in old:
         if path.name not in mapped:
             path.unlink(missing_ok=True)
@@ -139,12 +139,35 @@ def remove_stale_shared_memory(shm: Path = Path("/dev/shm"), min_age_s: float = 
     return deleted
 
 
+def remove_stale_topologies(tmp: Path = Path("/tmp"), manager: str = "hydra_pmi_proxy") -> list[str]:
+    """Delete what killed process managers of MPICH left of this user: a file each, by which ranks know the machine.
+    While one lives it may be its own.
+
+    Returns:
+        Names of the deleted files.
+    """
+    found = [path for path in tmp.glob("hydra_hwloc_xmlfile_*") if _is_ours(path)]
+    if not found or any(_said(p / "comm").strip() == manager and _is_ours(p) for p in Path("/proc").glob("[0-9]*")):
+        return []
+    for path in found:
+        path.unlink(missing_ok=True)
+    return [path.name for path in found]
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return path.stat().st_uid == os.getuid()
+    except FileNotFoundError:
+        return False
+
+
 def _age_s(path: Path) -> float:
     return time.time() - path.stat().st_mtime
 
 
-def _maps(process: Path) -> str:
+def _said(path: Path) -> str:
+    """What the kernel says in a file of a process."""
     try:
-        return (process / "maps").read_text(errors="replace")
+        return path.read_text(errors="replace")
     except OSError:  # it ended, or is another user's
         return ""

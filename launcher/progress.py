@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from launcher import runs
+from launcher.failures import Failures
 from launcher.states import States
 
 POLL_S: Final = 0.2
@@ -24,23 +26,27 @@ class Progress:
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
         self.step = 0
-        self.first_accuracy: float | None = None
-        self.accuracy: float | None = None
-        """Held-out accuracy; the mean where there are several evaluation sets."""
+        self.held_out: dict[str, tuple[float, float]] = {}
+        """Evaluation set -> its first and its newest accuracy."""
         self._seconds: deque[float] = deque(maxlen=20)
 
     def add(self, line: dict[str, Any]) -> dict[str, Any] | None:
         """Take in one line; returns it if it is a step."""
-        accuracies = [v for k, v in line.items() if k.startswith("eval/") and k.endswith("/accuracy")]
-        if accuracies:
-            self.accuracy = sum(accuracies) / len(accuracies)
-            if self.first_accuracy is None:
-                self.first_accuracy = self.accuracy
+        for key, value in line.items():
+            if key.startswith("eval/") and key.endswith("/accuracy"):
+                name = key.removeprefix("eval/").removesuffix("/accuracy")
+                self.held_out[name] = (self.held_out.get(name, (value,))[0], value)
         if "reward" not in line:
             return None
-        self.step = int(line["step"])
+        self.step = line["step"]
         self._seconds.append(float(line.get("step_s", 0.0)))
         return line
+
+    @property
+    def accuracy(self) -> float | None:
+        """The newest one; the mean where there are several evaluation sets."""
+        newest = [last for _, last in self.held_out.values()]
+        return sum(newest) / len(newest) if newest else None
 
     @property
     def seconds_left(self) -> float | None:
@@ -90,6 +96,7 @@ def follow(run: Path, num_steps: int, view: View, states: States, since: float =
         since: steps before this time are taken in but not shown; nor is a step shown twice after a restart.
     """
     lines, progress, said, shown = runs.metrics(run), Progress(num_steps), "", since
+    failures = Failures(run, since)
     attempt = runs.last_attempt(run) + 1
     while True:
         state = states.of(run)
@@ -99,23 +106,37 @@ def follow(run: Path, num_steps: int, view: View, states: States, since: float =
             if step is not None and float(line.get("time", 0.0)) > shown:
                 view.step(progress.cells(step))
                 shown = float(line["time"])
-        if not over and (report := runs.read_report(run, attempt)):
+        if news := failures.news():
+            view.note(f"[{_clock()}] {news}")
+        if over:  # how it ended is the caller's to tell
+            return state
+        goes_on = state == "queued" or runs.read_status(run).attempt > attempt
+        if goes_on and (report := runs.read_report(run, attempt)):
             view.note(
                 f"[{_clock()}] attempt {attempt} ended: {report.kind}: {(report.message.splitlines() or [''])[0]}"
             )
             attempt += 1
-        status = runs.read_status(run)
-        text = f"{state}, attempt {status.attempt}" if status.attempt >= 0 else state
+        text = said_state(run, state)
         if state == "queued" and (job := states.job(run)):
             text += f", job {runs.job_id(run)}" + (f" ({job.reason})" if job.reason not in ("", "None") else "")
         if states.trouble:
             text += "; Slurm does not answer"
-        if text != said:
+        if text != said and (state != "queued" or told_as(run, state) == state):  # else nothing is to be told yet
             view.note(f"[{_clock()}] {text}")
             said = text
-        if over:
-            return state
         time.sleep(POLL_S)
+
+
+def said_state(run: Path, state: str) -> str:
+    """A state as people are told it, with the attempt that it is of: what waits for its start is of none yet."""
+    status = runs.read_status(run)
+    is_of_attempt = status.state != "queued" and status.attempt >= 0
+    return told_as(run, state) + (f", attempt {status.attempt}" if is_of_attempt else "")
+
+
+def told_as(run: Path, state: str) -> str:
+    """A state as people are told it: where there is no scheduler, there is no queue."""
+    return "starting" if state == "queued" and not (run / runs.SCRIPT).exists() else state
 
 
 def _clock() -> str:
@@ -169,7 +190,7 @@ def number(value: Any, form: str) -> str:
 
 def duration(seconds: float | None) -> str:
     """Short: 42s, 3m10s, 2h05m, 3d04h."""
-    if seconds is None:
+    if seconds is None or not math.isfinite(seconds):
         return "-"
     s = round(seconds)
     for big, small, unit, sub in ((86400, 3600, "d", "h"), (3600, 60, "h", "m"), (60, 1, "m", "s")):

@@ -13,7 +13,8 @@ import msgspec
 
 from launcher import plan, srun
 from runtime import topology
-from runtime.config import RunConfig, SiteConfig, Slurm
+from runtime.config import RunConfig
+from runtime.site import SiteConfig, Slurm
 
 EXPORTED: Final = "HOME,USER,LOGNAME,SHELL,PATH,LANG,LD_LIBRARY_PATH,MODULEPATH,MODULESHOME,LMOD_CMD,TMPDIR"
 """What a job inherits of the submitting shell. A list, because Slurm stores it and may show it to others: tokens in

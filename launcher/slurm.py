@@ -54,7 +54,11 @@ class Away(SchedulerDown):
     """The controller could not be reached: nothing was done."""
 
 
-_AWAY: Final = re.compile("unable to contact slurm controller|unable to establish|connection refused", re.IGNORECASE)
+_AWAY: Final = re.compile(
+    "unable to contact slurm controller|unable to establish|connection refused|"
+    "unable to resolve|dns srv lookup failed|could not establish a configuration source",
+    re.IGNORECASE,
+)
 _LATE: Final = re.compile("timed out|zero bytes were transmitted", re.IGNORECASE)
 
 

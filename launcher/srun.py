@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from runtime.config import SiteConfig, Slurm
+from runtime.site import SiteConfig, Slurm
 from runtime.topology import Topology
 
 STEP_LOG = "srun.log"

@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import Final
 
 from launcher import runs, slurm
-from launcher.runs import FINAL, Report, State, Status
+from launcher.runs import FINAL, FORGOTTEN_S, Report, State, Status
 from runtime.errors import ConfigError
 
 UNREADABLE: Final = "unreadable"
-FORGOTTEN_S: Final = 90.0
-"""A supervisor speaks every 30 s. A job that Slurm does not know, and that was silent for longer, is gone."""
 
 _OVER: Final[dict[str, tuple[State, str]]] = {
     "CANCELLED": ("cancelled", "preempted"),

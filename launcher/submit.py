@@ -8,6 +8,7 @@ local executor starts the job as a child in the caller's session, where a closed
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,10 @@ from runtime.errors import ConfigError, TryLater
 from runtime.load import Loaded, LoadedSite
 
 START_LIMIT_S: Final = 60.0
-AWAY_FIX: Final = "try again later; `scontrol ping` says when the controller is back"
+AWAY_FIX: Final = (
+    "try again later; `scontrol ping` says when the controller is back. Where it never answers, submit from a login "
+    "node, or let SLURM_CONF name the cluster's slurm.conf"
+)
 NOT_YET: Final = "once nodes that are down or drained are back"
 NO_LIMIT_MIN: Final = 10 * 365 * 24 * 60
 """submitit's local jobs have a time limit; a run on one's own machine has none."""
@@ -40,7 +44,8 @@ def start(run: Path, loaded: Loaded, site: LoadedSite) -> None:
             number = slurm.submit(str(run / SCRIPT))
         except slurm.NoAnswer as e:
             if not (number := find(run, before)):
-                fix = f"look with squeue whether the job was taken; if not, `python -m launcher resume {run}`"
+                again = f"python -m launcher resume {shlex.quote(str(run))}"
+                fix = f"look with squeue whether the job was taken; if not, `{again}`"
                 problem = f"it is not known whether the job was accepted: {e}"
                 raise TryLater(f"site {site.config.name}", problem, fix) from e
         except slurm.Away as e:
@@ -105,13 +110,14 @@ def signal(number: str, name: str) -> None:
     """Send a signal to the supervisor in a job; without a name cancel the job.
 
     Raises:
-        ConfigError: Slurm does not answer, or refuses.
+        ConfigError: Slurm refuses; TryLater, if it does not answer.
     """
     how = ["--batch", f"--signal={name}"] if name == "TERM" else [f"--signal={name}", "--full"] if name else []
     try:
         slurm.call("scancel", *how, number)
     except slurm.SchedulerDown as e:
-        raise ConfigError(f"job {number}", f"cannot be cancelled: {e}", "try again, or ask your site") from e
+        kind = TryLater if isinstance(e, slurm.Away | slurm.NoAnswer) else ConfigError
+        raise kind(f"job {number}", f"cannot be cancelled: {e}", "try again, or ask your site") from e
 
 
 def render(script: Script, folder: Path) -> str:
@@ -140,10 +146,10 @@ def render(script: Script, folder: Path) -> str:
 def _submit(run: Path) -> None:
     import submitit
 
-    from launcher import site, supervisor
+    from launcher import machine, supervisor
 
     executor = submitit.LocalExecutor(folder=run / "job")
-    gpus = site.visible_gpus()
+    gpus = machine.visible_gpus()
     executor.update_parameters(timeout_min=NO_LIMIT_MIN, gpus_per_node=len(gpus), visible_gpus=gpus)
     job = executor.submit(supervisor.main, str(run))
     (run / JOB_ID).write_text(job.job_id)

@@ -10,7 +10,6 @@ It holds no GPU and loads neither MPI nor torch, so nothing that breaks the worl
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import shutil
@@ -19,8 +18,10 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -31,7 +32,7 @@ from launcher.runs import Report, State, Status
 from launcher.slurm import SchedulerDown
 from launcher.verdict import Evidence
 from runtime.config import Limits
-from runtime.errors import EXIT_CODES, ConfigError
+from runtime.errors import EXIT_CODES, FULL, ConfigError
 from runtime.load import load_run, load_site
 
 FAULTS: Final = tuple(kind for kind in EXIT_CODES if kind not in ("done", "preempted", "timeout"))
@@ -44,6 +45,8 @@ ORDERLY_END_S: Final = 30.0
 START_MARGIN_S: Final = 30.0
 """Beside limits.start_s, which ranks keep themselves once they can: MPI_Init may hang."""
 POLL_S: Final = 0.1
+FULL_BYTES: Final = 1 << 20
+"""Left on a disk that counts as full."""
 SPEAK_S: Final = 30.0
 """status.json is written so often, so that its readers know that the supervisor lives (see launcher.states)."""
 PLOT_LIMIT_S: Final = 60.0
@@ -51,6 +54,7 @@ END_GRACE_S: Final = 3.0
 """For engines and other children to end by themselves after the world ended."""
 END_LIMIT_S: Final = 20.0
 
+T = TypeVar("T")
 log = logging.getLogger("supervisor")
 
 
@@ -63,9 +67,9 @@ def main(run_dir: str, failed: str = "") -> int:
     os.umask(0o077)
     run = Path(run_dir)
     open_log(run)
-    with (run / "supervisor.lock").open("w") as lock:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stack.enter_context(runs.held(run))
         except BlockingIOError:
             log.error("another supervisor has this run; this one ends")
             return EXIT_CODES["config"]
@@ -151,7 +155,7 @@ class Supervisor:
             log.info("attempt %d ended: %s: %s", number, report.kind, report.message)
 
     def _listen(self) -> None:
-        orders: dict[signal.Signals, Order] = {signal.SIGTERM: "stop", signal.SIGINT: "stop"}
+        orders: dict[signal.Signals, Order] = dict.fromkeys((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), "stop")
         if self._job.number:
             orders[signal.SIGUSR1] = "timeout"  # sbatch --signal, before the walltime ends
         for number, order in orders.items():
@@ -179,6 +183,7 @@ class Supervisor:
         if killed:
             log.warning("processes of attempt %d that had to be killed: %s", number, "; ".join(killed))
         processes.remove_stale_shared_memory()
+        processes.remove_stale_topologies()
         if left:
             log.error("processes that SIGKILL did not end within %g s: %s", END_LIMIT_S, "; ".join(left))
         report = report or runs.read_report(self._run, number)
@@ -208,10 +213,14 @@ class Supervisor:
             return self._write(folder, Report(kind="config", message=f"the world cannot be started: {e}"))
         end = self._watch(child, int(folder.name))
         found = runs.read_report(self._run, int(folder.name))
-        if found is not None and not (found.kind in ECHOES and (end.early or end.overdue_s)):
+        is_echo = found is not None and found.kind in ECHOES
+        if found is not None and not (is_echo and (end.early or end.overdue_s or verdict.said_in_init(folder))):
             return found
         if found is not None:
             log.info("what ranks reported as they were ended: %s: %s", found.kind, found.message)
+        if found is None and shutil.disk_usage(self._run).free < FULL_BYTES:
+            message = f"{self._run}: the disk is full; make room, then `resume` goes on from the last checkpoint"
+            return self._write(folder, Report(kind="config", message=message))
         oom_killed = processes.out_of_memory_kills() > oom_kills
         order = self._orders[0] if self._orders else ""
         seen = msgspec.structs.replace(end, code=child.returncode, log=planned.log, order=order, oom_killed=oom_killed)
@@ -220,46 +229,72 @@ class Supervisor:
     def _watch(self, child: subprocess.Popen[bytes], number: int) -> Evidence:
         """Wait for the world's end, passing orders on; kill it where it does not begin or end in time."""
         events = self._run / "events.jsonl"
-        size, told, reported, spoke, early = _size(events), 0.0, 0.0, time.monotonic(), False
-        deadline = spoke + self._limits.start_s + START_MARGIN_S
+        size_before = _size(events)
+        told_at = reported_at = 0.0  # when an order was passed on, and when a report was there; 0: not yet
+        spoke_at, early = time.monotonic(), False
+        deadline = spoke_at + self._limits.start_s + START_MARGIN_S
         while child.poll() is None:
             now = time.monotonic()
-            if self._status.state == "starting" and _size(events) != size:
+            if self._status.state == "starting" and _size(events) != size_before:
                 self._say("running")
             if self._status.state == "starting" and now > deadline:
                 log.warning("killing the world: it did not begin within limits.start_s")
                 self._job.kill(child)
                 return Evidence(stuck_s=now - deadline + self._limits.start_s)
-            if now - spoke > SPEAK_S:
-                spoke = now
+            if self._status.state == "starting" and verdict.launch_failed(runs.attempt_dir(self._run, number)):
+                log.warning("killing the world: some of its ranks cannot begin")
+                self._job.kill(child)
+                return Evidence(early=early)
+            if now - spoke_at > SPEAK_S:
+                spoke_at = now
                 self._say(self._status.state)
-            if self._orders and not told:
-                told, early = now, self._status.state == "starting"
+            if self._orders and not told_at:
+                told_at, early = now, self._status.state == "starting"
                 log.info("%s: the world is told to save and end", self._orders[0])
                 self._say("ending")
                 self._job.tell(child, self._orders[0])
             report = runs.read_report(self._run, number)
             if report is not None:
-                reported = reported or now
-                if now - reported > (FAULT_END_S if report.kind in FAULTS else ORDERLY_END_S):
-                    log.warning("killing what is left of the world %.0f s after its report", now - reported)
+                reported_at = reported_at or now
+                if now - reported_at > (FAULT_END_S if report.kind in FAULTS else ORDERLY_END_S):
+                    log.warning("killing what is left of the world %.0f s after its report", now - reported_at)
                     self._job.kill(child)
                     return Evidence(early=early)
-            if told and (now - told > self._limits.stop_s or self._orders.count("stop") > 1):
-                log.warning("killing the world %.0f s after it was told to stop", now - told)
+            if told_at and (now - told_at > self._limits.stop_s or self._orders.count("stop") > 1):
+                log.warning("killing the world %.0f s after it was told to stop", now - told_at)
                 self._job.kill(child)
-                return Evidence(overdue_s=max(now - told, POLL_S), early=early)
+                twice = now - told_at <= self._limits.stop_s
+                return Evidence(overdue_s=max(now - told_at, POLL_S), twice=twice, early=early)
             time.sleep(POLL_S)
         return Evidence(early=early)
 
     def _write(self, folder: Path, report: Report) -> Report:
-        return runs.write_report(self._run, int(folder.name), report)
+        return self._surely(lambda: runs.write_report(self._run, int(folder.name), report))
+
+    def _surely(self, write: Callable[[], T]) -> T:
+        """Where the disk is full, make room and write again; called while no world lives."""
+        try:
+            return write()
+        except OSError as e:
+            if e.errno not in FULL:
+                raise
+            log.warning("%s; checkpoints that were begun are removed", e)
+            runs.make_room(self._run)
+            return write()
 
     def _say(self, state: State, attempt: int | None = None) -> None:
         number = self._status.attempt if attempt is None else attempt
         cancelled = runs.cancel_asked(self._run)
         self._status = msgspec.structs.replace(self._status, state=state, attempt=number, cancelled=cancelled)
-        runs.write_status(self._run, self._status)
+        try:
+            runs.write_status(self._run, self._status)
+        except OSError as e:
+            if e.errno not in FULL:
+                raise
+            if state not in (*runs.FINAL, "queued"):  # the world lives, and writes: this is said again
+                log.warning("%s", e)
+                return
+            self._surely(lambda: runs.write_status(self._run, self._status))
 
     def _plot(self) -> None:
         """Draw reward.png if there is a step to show; a run is no worse for lack of it."""

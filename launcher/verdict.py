@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import signal
+import sys
 from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
 
-from launcher import runs, srun
+from launcher import plan, runs, srun
 from launcher.runs import Report
+from runtime import topology
 from runtime.errors import PMI_ADVICE
 
 _WRONG_PMI: Final = (
@@ -38,6 +40,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """It was told so before it had begun."""
     overdue_s: float = 0.0
     """It did not stop within so many seconds and was killed."""
+    twice: bool = False
+    """So soon as it was told to stop a second time."""
     stuck_s: float = 0.0
     """It had not begun after so many seconds and was killed."""
     oom_killed: bool = False
@@ -50,7 +54,8 @@ def judge(folder: Path, seen: Evidence) -> Report:
     rank = ranks[0] if len(ranks) == 1 else None
     told = "timeout" if seen.order == "timeout" else "preempted"
     if seen.overdue_s and not seen.early:
-        message = f"told to stop, but not at a boundary after {seen.overdue_s:.0f} s, so it was killed"
+        after = f"told to stop, but not at a boundary after {seen.overdue_s:.0f} s, so it was killed"
+        message = "told to stop twice, so it was killed before it could save" if seen.twice else after
         return Report(kind=told, message=message)
     if seen.stuck_s:
         message = f"the ranks did not find each other within {seen.stuck_s:.0f} s (limits.start_s)"
@@ -62,7 +67,9 @@ def judge(folder: Path, seen: Evidence) -> Report:
     if number == signal.SIGKILL and seen.oom_killed:
         message = f"{_who(ranks)} was killed: the machine ran out of memory"
         return Report(kind="out_of_memory", message=message, rank=rank)
-    if advice := _known(folder) or ("" if ranks or number else _not_started(folder)):
+    if seen_less := _not_launched(folder):
+        return seen_less
+    if advice := said_in_init(folder) or ("" if ranks or number else _not_started(folder)):
         return Report(kind="config", message=advice, rank=rank)
     if failed := _mpi_failure(folder):
         return Report(kind="peer_lost", message=f"MPI failed, as it does when a peer is gone: {failed}")
@@ -88,10 +95,8 @@ def unspoken(folder: Path) -> Report:
 
 def _ended_by_slurm(folder: Path) -> Report | None:
     """What srun says where Slurm itself ended the step."""
-    log = folder / srun.STEP_LOG
-    text = log.read_text(errors="replace") if log.exists() else ""
     for words, kind in _SLURM_ENDS:
-        if found := words.search(text):
+        if found := words.search(_text(folder / srun.STEP_LOG)):
             return Report(kind=kind, message=f"Slurm ended the ranks: {found.group(0)}")
     return None
 
@@ -103,10 +108,55 @@ _SLURM_ENDS: Final = (
 )
 
 
+def launch_failed(folder: Path) -> bool:
+    """Whether srun said that some ranks will never begin: it may leave the others waiting for them."""
+    return any(words.search(_text(folder / srun.STEP_LOG)) for words in _LAUNCH_FAILED)
+
+
+_IN_VAIN: Final = re.compile(r"tasks? ([\d,-]+) launch failed: (.+)")
+_LAUNCH_FAILED: Final = (_IN_VAIN, re.compile(r"Task launch for \S+ failed on node"))
+"""srun's words, the second of a node that is gone."""
+
+_NO_PROGRAM: Final = re.compile(r"execve\(\): .+|No module named '?(?:mpi4py|runtime)\b.*")
+"""Slurm's and Python's, in a rank's log."""
+
+
+def _not_launched(folder: Path) -> Report | None:
+    """Where ranks could not begin on a node: it sees less than the supervisor's does, which has the run's folder and
+    runs the same Python. A run that was under way goes on elsewhere."""
+    if not (found := _no_launch(folder)):
+        return None
+    world = topology.load(folder.parents[1] / "topology.json")
+    node, words = found
+    first = world.nodes[0]
+    message = f"ranks could not be started on {node}: {words}"
+    if node == first:
+        return Report(kind="config", node=node, message=f"{message}\n  fix: change slurm.srun_args of the site")
+    shared = f"{folder.parents[1]} (runs_dir), this Python ({sys.prefix}) and this code ({plan.PROJECT})"
+    fix = f"all nodes must see {shared}, as {first} does; if they should, {node} has lost a file system: leave it out "
+    fix += f"(slurm.sbatch_args: [--exclude={node}])"
+    kind = "node_failed" if runs.last_step(folder.parents[1]) else "config"
+    return Report(kind=kind, node=node, message=f"{message}\n  fix: {fix}")
+
+
+def _no_launch(folder: Path) -> tuple[str, str] | None:
+    """(node, what was said) of the first rank that could not begin."""
+    nodes = _text(folder / srun.HOST_FILE).split()
+    if found := _IN_VAIN.search(_text(folder / srun.STEP_LOG)):
+        return nodes[int(re.split("[,-]", found[1])[0])], found[2].strip()
+    for rank, node in enumerate(nodes):
+        if found := _NO_PROGRAM.search(_text(folder / f"rank-{rank}.log")):
+            return node, found.group(0)
+    return None
+
+
+def _text(file: Path) -> str:
+    return file.read_text(errors="replace") if file.exists() else ""
+
+
 def _not_started(folder: Path) -> str:
     """What to change where srun refused to start ranks; empty: it did not, or for no known reason."""
-    log = folder / srun.STEP_LOG
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    lines = _text(folder / srun.STEP_LOG).splitlines()
     said = [line for line in lines if line.startswith("srun: ") and "lacks support" not in line]
     for words, fix in _SRUN_FIXES:
         if found := next((line for line in said if re.search(words, line, re.IGNORECASE)), ""):
@@ -133,7 +183,7 @@ _SRUN_FIXES: Final = (
 """Words of srun's -> what to change."""
 
 
-def _known(folder: Path) -> str:
+def said_in_init(folder: Path) -> str:
     """What ranks mean that ended inside MPI_Init, where they cannot report; empty: nothing known."""
     for log in sorted(folder.glob("rank-*.log")):
         text = log.read_text(errors="replace")
@@ -156,7 +206,7 @@ def _first_loss(log: Path) -> tuple[list[int], int, int]:
     mpiexec kills the ranks that are left and shows SIGKILL for some of those too, in no order. So a rank that ended in
     another way was first; one that was itself killed is only known to be among those that show it.
     """
-    text = log.read_text(errors="replace") if log.exists() else ""
+    text = _text(log)
     if log.name == srun.STEP_LOG:
         return _first_srun_loss(text)
     # A code is a wait status: the low byte holds the signal, the next one the exit code.

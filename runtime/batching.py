@@ -15,11 +15,12 @@ Invariants, each held by a property test:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from runtime.trainer.base import Algorithm
@@ -79,6 +80,24 @@ def make_batch(
         oldest_version=min((group.oldest_version for group in groups), default=0),
         metrics=_metrics(ordered, totals),
     )
+
+
+def with_teachers(batch: Batch, teachers: Mapping[int, int]) -> Batch:
+    """The batch with the number of each sequence's teacher among `per_seq`.
+
+    Args:
+        teachers: lease -> its number.
+    """
+
+    def one(micro_batch: MicroBatch) -> MicroBatch:
+        numbers = [teachers[lease] for lease in micro_batch.per_seq["group"].tolist()]
+        per_seq = {**micro_batch.per_seq, "teacher": np.array(numbers, np.int64)}
+        return msgspec.structs.replace(micro_batch, per_seq=per_seq)
+
+    def whole(share: Share) -> Share:
+        return msgspec.structs.replace(share, updates=tuple(tuple(map(one, update)) for update in share.updates))
+
+    return msgspec.structs.replace(batch, shares=tuple(map(whole, batch.shares)))
 
 
 def _answers(group: Group) -> list[list[Sample]]:

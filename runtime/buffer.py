@@ -13,11 +13,15 @@ staleness bound is exact, nothing is dropped for age, and no long answer is star
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import msgspec
 
 from runtime.data import DataSource
-from runtime.types import Group, Lease, SamplingParams
+from runtime.types import Group, Lease, Prompt, SamplingParams
+
+ALL_FAILED: Final = "all samples failed: "
+"""Begins the reason for which a group is dropped that could not be scored."""
 
 Filter = Callable[[Group], str]
 """Why a finished group is not trained on; empty: keep it."""
@@ -33,7 +37,7 @@ def nothing_to_train(group: Group) -> str:
     """Every sample failed: there is no advantage to compute."""
     if any(s.reward is not None and s.trainable for s in group.samples):
         return ""
-    return "all samples failed: " + next((s.reason for s in group.samples if s.reason), "no reason was given")
+    return ALL_FAILED + next((s.reason for s in group.samples if s.reason), "no reason was given")
 
 
 class Buffer:
@@ -66,14 +70,7 @@ class Buffer:
         """n leases: those of an earlier attempt first, with their journals, then new prompts."""
         old, self._again = self._again[:n], self._again[n:]
         new = [
-            Lease(
-                number=self.next_lease + i,
-                prompt=prompt,
-                version=version,
-                num_samples=self._num_samples,
-                params=self._params,
-            )
-            for i, prompt in enumerate(self._source.next(n - len(old)))
+            self._anew(self.next_lease + i, prompt, version) for i, prompt in enumerate(self._source.next(n - len(old)))
         ]
         self.next_lease += len(new)
         self._running |= {lease.number: lease for lease in [*old, *new]}
@@ -109,6 +106,8 @@ class Buffer:
             return all(number > batch[-1] for number in running)
         versions = [*running.values(), *(g.version for g in self._ready.values())]
         for version in set(running.values()):
+            # Groups as old as this, or older, are all due in so many further steps, which have room for as many
+            # batches of them. What is more than that has to be in this batch.
             steps_left = max(0, version + self._max_versions - step)
             must = sum(v <= version for v in versions) - steps_left * len(batch)
             if sum(self._ready[number].version <= version for number in batch) < min(must, len(batch)):
@@ -127,7 +126,29 @@ class Buffer:
     def source_state(self) -> dict[str, int]:
         return self._source.state
 
-    def restore(self, ready: Sequence[Group], running: Sequence[Lease], next_lease: int) -> None:
-        self._ready = {g.lease: g for g in ready}
-        self._again = sorted(running, key=lambda lease: lease.number)
+    def restore(
+        self, ready: Sequence[Group], running: Sequence[Lease], next_lease: int, version: int
+    ) -> dict[int, Prompt]:
+        """What `snapshot` gave. Prompts of groups that are too old, as the bound was lowered since, are leased anew.
+
+        Args:
+            version: of the policy.
+
+        Returns:
+            By lease, prompts that are dropped: the run has their data set, with its reward and teacher, no more.
+        """
+        known = self._source.names
+        every = {g.lease: g.prompt for g in ready} | {x.number: x.prompt for x in running}
+        dropped = {number: prompt for number, prompt in every.items() if prompt.dataset not in known}
+        ready = [g for g in ready if g.lease not in dropped]
+        running = [x for x in running if x.number not in dropped]
+        oldest = version - self._max_versions
+        self._ready = {g.lease: g for g in ready if g.version >= oldest}
+        leases = [x if x.version >= oldest else self._anew(x.number, x.prompt, version) for x in running]
+        leases += [self._anew(g.lease, g.prompt, version) for g in ready if g.version < oldest]
+        self._again = sorted(leases, key=lambda lease: lease.number)
         self.next_lease = next_lease
+        return dropped
+
+    def _anew(self, number: int, prompt: Prompt, version: int) -> Lease:
+        return Lease(number=number, prompt=prompt, version=version, num_samples=self._num_samples, params=self._params)

@@ -1,4 +1,4 @@
-"""The configuration tree: what a run is (RunConfig) and where it runs (SiteConfig).
+"""What a run is: the configuration tree; where it runs is in `runtime.site`.
 
 Frozen and keyword-only; unknown keys are errors. It is never passed whole below `runtime.main`: a function takes the
 part it uses. Files are read, merged and checked by `runtime.load`.
@@ -6,18 +6,22 @@ part it uses. Files are read, merged and checked by `runtime.load`.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, field
 
-Positive = Annotated[int, Meta(ge=1)]
-NonNegative = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1, le=10**12)]
+NonNegative = Annotated[int, Meta(ge=0, le=10**12)]
+"""Bounded, so that sums of them fit into 64 bits."""
+Count = Annotated[int, Meta(ge=1, le=10**6)]
+"""Of what is held in lists, or started."""
 PositiveFloat = Annotated[float, Meta(gt=0.0, le=1e9)]
 NonNegativeFloat = Annotated[float, Meta(ge=0.0, le=1e9)]
 """Bounded, so that .inf is refused; 1e9 seconds are thirty years."""
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-Address = Annotated[str, Meta(pattern=r"^http://[^/?#@\s]+:\d{1,5}$")]
+Address = Annotated[str, Meta(pattern=r"^http://([^/?#@:\[\]\s]+|\[[\da-fA-F:.]+\]):\d{1,5}$")]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,6 +33,11 @@ class Model(Section, frozen=True, kw_only=True):
     """Hugging Face folder: config.json, safetensors and tokenizer files."""
 
 
+class Teacher(Model, frozen=True, kw_only=True):
+    expert: NonNegative = 0
+    """Ranks that share out its experts, with trainer.kind megatron; 0: as many as trainer.parallel.expert says."""
+
+
 class Models(Section, frozen=True, kw_only=True):
     policy: Model
     """The model that is trained."""
@@ -36,8 +45,10 @@ class Models(Section, frozen=True, kw_only=True):
     """Never changed; loaded where the algorithm compares the policy with it. Empty: the policy as it was at first."""
     critic: Model | None = None
     """What the critic starts from, where the algorithm trains one. Empty: as the policy does."""
-    teacher: Model | None = None
+    teacher: Teacher | None = None
     """Never changed; what the policy learns from by distillation. Its tokens are the policy's."""
+    teachers: dict[Name, Teacher] = {}
+    """Several of them, by names that data sets give; instead of `teacher`."""
     judge: Model | None = None
     """Never changed; what rewards ask, served by engines of its own (`rollout.sets`)."""
 
@@ -51,6 +62,14 @@ class Sampling(Section, frozen=True, kw_only=True):
     max_new_tokens: Positive = 256
     ignore_eos: bool = False
 
+    def __post_init__(self) -> None:
+        if self.top_k == 0:
+            raise ValueError("top_k is 0, which leaves no token: write -1 for all, or at least 1")
+        if 0 < self.temperature < 1e-3:
+            raise ValueError(
+                f"temperature is {self.temperature:g}, by which logits grow beyond float32: write 0 for greedy"
+            )
+
 
 class DataSet(Section, frozen=True, kw_only=True):
     path: str
@@ -63,8 +82,15 @@ class DataSet(Section, frozen=True, kw_only=True):
     reward: str = "exact_match"
     """A file in runtime/rollout/rewards, or a dotted path."""
     reward_options: dict[str, Any] = {}
+    teacher: str = ""
+    """Which of `models.teachers` answers to its prompts learn from."""
     shuffle: bool = True
     """A new order each epoch, drawn from the run's seed."""
+
+    @property
+    def label(self) -> str:
+        """`name`, or what stands for it."""
+        return self.name or Path(self.path).stem
 
 
 class Filters(Section, frozen=True, kw_only=True):
@@ -96,7 +122,7 @@ class EngineSet(Engines, frozen=True, kw_only=True):
 
     model: Asked
     """Which of `models`."""
-    engines_per_node: Positive = 1
+    engines_per_node: Count = 1
     """On each node that has engines; the policy's get what is left of it. With `external` none is started."""
 
 
@@ -105,18 +131,23 @@ class Rollout(Engines, frozen=True, kw_only=True):
 
     sets: tuple[EngineSet, ...] = ()
     """Engines of other models, at most one set of each."""
-    num_prompts: Positive
+    prefill_per_node: NonNegative = 0
+    """Of the policy's engines on a node: so many compute prompts only, and hand them over to the others, which only
+    decode. 0: each does both."""
+    num_prompts: Count
     """Groups in a batch, that is: prompts per step."""
-    num_samples: Positive
+    num_samples: Count
     """Answers to each prompt: the size of a group."""
     sampling: Sampling = field(default_factory=Sampling)
     filters: Filters = field(default_factory=Filters)
     max_concurrent: Positive = 256
     """Samples an agent runs at the same time."""
-    reward_workers: Positive = 1
+    reward_workers: Annotated[int, Meta(ge=1, le=1024)] = 1
     """Processes an agent computes rewards in."""
     reward_timeout_s: PositiveFloat = 30.0
     """A reward that takes longer fails its sample."""
+    environment_timeout_s: PositiveFloat = 1800.0
+    """An environment that takes longer for one sample fails it. The time stands still while no engine is up."""
 
     @property
     def engines(self) -> dict[str, Engines]:
@@ -139,7 +170,7 @@ class Optimizer(Section, frozen=True, kw_only=True):
     """Linear from 0 over so many updates, constant after."""
     beta1: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.9
     beta2: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.95
-    eps: PositiveFloat = 1e-8
+    eps: Annotated[float, Meta(ge=1e-30, le=1e9)] = 1e-8
     weight_decay: NonNegativeFloat = 0.0
     clip_norm: NonNegativeFloat = 1.0
     """Global gradient norm; 0 turns clipping off."""
@@ -167,12 +198,12 @@ class Parallel(Section, frozen=True, kw_only=True):
 class Lora(Section, frozen=True, kw_only=True):
     """Low-rank adapters (arXiv 2106.09685) on linear layers of the policy; nothing else of it is trained."""
 
-    rank: Positive = 16
+    rank: Annotated[int, Meta(ge=1, le=65536)] = 16
     alpha: PositiveFloat = 32.0
     """What an adapter gives is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ()
     """Hugging Face names of linear layers. Empty: what the model has of q_proj, k_proj, v_proj, o_proj, gate_proj,
-    up_proj and down_proj. Routed experts have no adapters."""
+    up_proj and down_proj. Routed experts, the embedding and the output layer have no adapters."""
 
 
 class Trainer(Section, frozen=True, kw_only=True):
@@ -181,6 +212,9 @@ class Trainer(Section, frozen=True, kw_only=True):
     parallel: Parallel = field(default_factory=Parallel)
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     """Of forward and backward; masters, gradients' sums and optimizer state are float32."""
+    float32_output: bool = False
+    """Logits of all models are computed in float32, by the trainer and by the policy's engines that the run starts, so
+    that their log-probs differ less in bfloat16 (MiniMax-M1, arXiv 2506.13585). In float32 they are anyhow."""
     optimizer: Optimizer = field(default_factory=Optimizer)
     critic_optimizer: Optimizer | None = None
     """Empty: as `optimizer`."""
@@ -193,8 +227,13 @@ class Trainer(Section, frozen=True, kw_only=True):
     recompute: Literal["none", "full"] = "none"
     """full: of each layer only its input is kept for backward, which computes the layer again: less memory, a third
     more work."""
-    threads: NonNegative = 0
+    threads: Annotated[int, Meta(ge=0, le=1024)] = 0
     """torch threads of a trainer rank on CPU; 0: the node's cores over its trainer ranks and engines."""
+
+    @property
+    def widens_output(self) -> bool:
+        """Whether logits are computed in another precision than the rest."""
+        return self.float32_output and self.precision != "float32"
 
 
 class Sync(Section, frozen=True, kw_only=True):
@@ -210,7 +249,8 @@ class Sync(Section, frozen=True, kw_only=True):
     pause: Literal["abort", "retract", "in_place"] = "retract"
     """What running requests meet while weights change: end early, drop their KV cache, or keep it."""
     verify: bool = True
-    """Compare every engine's checksums with the trainer's after each push."""
+    """Compare what every engine makes of a prompt with what the trainer does after each push, and checksums of all
+    weights where an engine has them."""
     timeout_s: PositiveFloat = 600.0
 
     @property
@@ -221,9 +261,9 @@ class Sync(Section, frozen=True, kw_only=True):
 
 class Cluster(Section, frozen=True, kw_only=True):
     mode: Literal["split", "colocated"] = "split"
-    num_train_nodes: Positive = 1
-    num_rollout_nodes: NonNegative = 1
-    num_spare_nodes: NonNegative = 0
+    num_train_nodes: Count = 1
+    num_rollout_nodes: Annotated[int, Meta(ge=0, le=10**6)] = 1
+    num_spare_nodes: Annotated[int, Meta(ge=0, le=10**6)] = 0
     """Under Slurm: nodes asked for beside those in use; one of them takes the place of a node that is lost."""
 
 
@@ -242,7 +282,7 @@ class Checkpoint(Section, frozen=True, kw_only=True):
 
 
 class EvalSet(DataSet, frozen=True, kw_only=True):
-    num_samples: Positive = 1
+    num_samples: Count = 1
     """Answers to each prompt; pass@k is reported for k = 1 and powers of two up to it."""
     sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.0))
     limit: NonNegative = 0
@@ -265,7 +305,7 @@ class Tracking(Section, frozen=True, kw_only=True):
 class Limits(Section, frozen=True, kw_only=True):
     """Every wait has a bound; these are the ones a slow site may want to raise."""
 
-    heartbeat_s: Annotated[float, Meta(ge=1.0)] = 60.0
+    heartbeat_s: Annotated[float, Meta(ge=1.0, le=1e9)] = 60.0
     """Silence after which an agent or trainer rank counts as lost. Under 30 s healthy ranks were declared lost."""
     start_s: PositiveFloat = 900.0
     """From the start of a rank or engine until it is ready."""
@@ -279,7 +319,8 @@ class Limits(Section, frozen=True, kw_only=True):
     """Times one engine slot is restarted without a finished group in between."""
     mismatch: NonNegativeFloat = 0.0
     """Mean distance of the engines' and the trainer's log-probs of a step's tokens (metric `mismatch`) above which the
-    run stops; 0: never. In bfloat16 0.01 is usual; what was sampled by older versions is further off."""
+    run stops; 0: never. In bfloat16 0.01 is usual, and several times that in small models, whose logits are large; what
+    was sampled by older versions is further off."""
     attempts: NonNegative = 3
     """Attempts the supervisor starts after a lost peer or engine without a new step in between."""
 
@@ -308,54 +349,6 @@ class RunConfig(Section, frozen=True, kw_only=True):
     """A file in configs/site, or a path."""
     runs_dir: str = "runs"
     """Run folders are made in here."""
-
-
-class Slurm(Section, frozen=True, kw_only=True):
-    """What sbatch and srun are told on a cluster. Empty: nothing, so the cluster's own default holds."""
-
-    partition: str = ""
-    account: str = ""
-    qos: str = ""
-    constraint: str = ""
-    time: Annotated[str, Meta(pattern=r"^(\d+-)?\d{1,2}:\d{2}:\d{2}$")] = "01:00:00"
-    """Walltime of one job, [days-]hours:minutes:seconds; a run goes on over as many jobs as it takes."""
-    cpus_per_node: NonNegative = 0
-    """0: whole nodes are asked for (--exclusive)."""
-    memory: str = "0"
-    """Of each node, as in 480G; 0: all of it."""
-    gpu_request: Literal["gpus-per-node", "gres", "gres-typed", "none"] = "gpus-per-node"
-    """How the cluster wants GPUs spelt: --gpus-per-node=4, --gres=gpu:4, --gres=gpu:h100:4, or not at all."""
-    gpu_type: str = ""
-    """For gres-typed."""
-    mpi: str = ""
-    """srun --mpi: pmi2 for MPICH, pmix for OpenMPI; empty on Cray."""
-    network: str = ""
-    """srun and sbatch --network, as Slingshot may need it."""
-    srun_args: tuple[str, ...] = ()
-    sbatch_args: tuple[str, ...] = ()
-    """Further options, each as in --reservation=course."""
-    modules: tuple[str, ...] = ()
-    """`module load` these before anything else."""
-    setup: tuple[str, ...] = ()
-    """Lines of bash before the supervisor starts."""
-    requeue: bool = True
-    """Go on in a further job after preemption or the walltime."""
-
-
-class SiteConfig(Section, frozen=True, kw_only=True):
-    """What a cluster's scheduler, network and GPUs need; one YAML per site in configs/site."""
-
-    name: Name
-    scheduler: Literal["local", "slurm"] = "local"
-    slurm: Slurm = field(default_factory=Slurm)
-    gpus_per_node: NonNegative = 0
-    """0: trainer ranks and engines run on the CPU."""
-    pretend_gpus: bool = False
-    """Ask for GPUs and deal them out as if they were used, but compute on the CPU: a rehearsal."""
-    cpu_slots_per_node: Positive = 1
-    """Where there are no GPUs: trainer ranks (or engine slots) a node holds."""
-    fabric_interface: str = ""
-    """Network interface whose address peers use. Empty: loopback on one machine, else the one whose routes lead to the
-    other nodes."""
-    env: dict[str, str] = {}
-    """Environment of every rank and engine."""
+    code_dir: str = ""
+    """Where modules of your own are looked for last, after the current directory and PYTHONPATH. Empty: beside the
+    file."""

@@ -36,6 +36,8 @@ class Controller:
     def __init__(self, config: RunConfig, run_dir: Path, topology: Topology, attempt: int) -> None:
         self._config, self._run_dir, self._topology, self._attempt = config, run_dir, topology, attempt
         self._leaders = leaders(topology.trainers, config.trainer.parallel)
+        self._text = HfTokenizer(config.models.policy.path)
+        self._canary = canary_of(DataSource(config.data, 0).next(1)[0], self._text)
         self._checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
         found = self._checkpoints.load()
         self.resume_from: Path | None = found[0] if found else None
@@ -44,7 +46,7 @@ class Controller:
     def run(self, world: World, mailbox: MailboxServer, stop: Callable[[], str]) -> str:
         """The whole attempt; why it ended early, or "" when the run is done."""
         config, state = self._config, self.state
-        recorder = Recorder(self._run_dir, state.offsets, tensorboard=config.tracking.tensorboard)
+        recorder = Recorder(self._run_dir, state.offsets, step=state.step, tensorboard=config.tracking.tensorboard)
         recorder.event("attempt", number=self._attempt, step=state.step)
         fleet = Fleet(self._topology, mailbox, lambda kind, e, why: recorder.event(kind, engine=e, reason=why))
         world.watch = lambda: fleet.pump(0.0)
@@ -58,14 +60,18 @@ class Controller:
         if config.cluster.mode == "colocated":
             turns = Turns(fleet, learner, start_s=config.limits.start_s, order_s=config.sync.timeout_s + MARGIN_S)
             turns.to_engines()
-        fleet.wait_engines(config.limits.start_s)
-        text = HfTokenizer(config.models.policy.path)
-        canary = canary_of(DataSource(config.data, 0).next(1)[0], text)
-        publisher = Publisher(fleet, learner, config.sync, folder_of(config.sync, self._run_dir), canary, turns)
-        buffer = self._buffer()
+        fleet.wait_engines(config.limits.start_s, stop)
+        publisher = Publisher(fleet, learner, config.sync, folder_of(config.sync, self._run_dir), self._canary, turns)
+        buffer = self._buffer(recorder)
         loop = Loop(
             rules=_rules(config, self._batch()),
-            progress=Progress(step=state.step, version=state.version, taken=state.taken, evaluated=state.evaluated),
+            progress=Progress(
+                step=state.step,
+                version=state.version,
+                taken=state.taken,
+                evaluated=state.evaluated,
+                failed=state.failed,
+            ),
             fleet=fleet,
             learner=learner,
             publisher=publisher,
@@ -73,10 +79,10 @@ class Controller:
             evaluation=Evaluation(config.evaluation.sets),
             recorder=recorder,
             checkpoints=self._checkpoints,
-            text=text.decode,
+            text=self._text.decode,
             stop=stop,
         )
-        reason = loop.run()
+        reason = stop() or loop.run()  # before it there is nothing to save
         if not reason and config.checkpoint.export:
             learner.export(self._run_dir / "hf" / f"step-{loop.progress.step:06d}", config.limits.train_s)
         ready, running, _ = buffer.snapshot({})
@@ -89,7 +95,7 @@ class Controller:
         recorder.close()
         return reason
 
-    def _buffer(self) -> Buffer:
+    def _buffer(self, recorder: Recorder) -> Buffer:
         config, state = self._config, self.state
         source = DataSource(config.data, config.seed)
         if state.data:
@@ -103,18 +109,28 @@ class Controller:
             in_order=config.deterministic,
             filters=filters,
         )
-        buffer.restore(state.ready, state.running, state.next_lease)
+        dropped = buffer.restore(state.ready, state.running, state.next_lease, state.version)
+        for number, prompt in dropped.items():
+            reason = f"the run has no data set {prompt.dataset} any more"
+            recorder.event("dropped", lease=number, prompt_id=prompt.id, reason=reason)
+        if dropped:
+            logger.warning("%d leases of earlier attempts dropped, as their data sets are not in the run", len(dropped))
         return buffer
 
     def _batch(self) -> Callable[[Sequence[Group], int], Batch]:
         algorithm = algorithm_of(self._config)
         trainer = self._config.trainer
         num_dp = len(self._leaders)
+        numbers = {name: number for number, name in enumerate(self._config.models.teachers)}
+        teachers = {data.label: numbers[data.teacher] for data in self._config.data if data.teacher in numbers}
 
         def make(groups: Sequence[Group], step: int) -> Batch:
-            return batching.make_batch(
+            batch = batching.make_batch(
                 groups, step, algorithm, num_dp=num_dp, num_updates=trainer.num_updates, max_tokens=trainer.max_tokens
             )
+            if not teachers:
+                return batch
+            return batching.with_teachers(batch, {g.lease: teachers[g.prompt.dataset] for g in groups})
 
         return make
 

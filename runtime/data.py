@@ -34,15 +34,24 @@ def content_hash(messages: Sequence[dict[str, str]]) -> str:
     return hashlib.blake2b(msgspec.json.encode(messages, order="sorted"), digest_size=8).hexdigest()
 
 
-class JsonLines:
+class Rows:
     """Random access to the rows of one file, by byte offset."""
 
     def __init__(self, name: str, path: Path) -> None:
+        """
+        Raises:
+            ConfigError: it is gone or empty, though it was not when the run was submitted.
+        """
         self.name, self.path = name, path
-        blob = path.read_bytes()
+        try:
+            blob = path.read_bytes()
+        except OSError as e:
+            raise ConfigError(str(path), f"cannot be read: {e.strerror}", "put it back, then resume") from None
         ends = np.flatnonzero(np.frombuffer(blob, dtype=np.uint8) == ord("\n"))
         starts = np.concatenate([[0], ends + 1]).astype(np.int64)
         self._starts = np.array([s for s, e in zip(starts, [*ends, len(blob)], strict=True) if blob[s:e].strip()])
+        if not len(self._starts):
+            raise ConfigError(str(path), "is empty", "put the prompts back, then resume")
         self._file = path.open("rb")
 
     def __len__(self) -> int:
@@ -69,13 +78,9 @@ class JsonLines:
         )
 
 
-def name_of(dataset: DataSet) -> str:
-    return dataset.name or Path(dataset.path).stem
-
-
 def read_all(dataset: DataSet, limit: int = 0) -> list[Prompt]:
     """An evaluation set: every row (or the first `limit`) in file order."""
-    rows = JsonLines(name_of(dataset), Path(dataset.path))
+    rows = Rows(dataset.label, Path(dataset.path))
     return [rows.prompt(i, 0) for i in range(min(limit or len(rows), len(rows)))]
 
 
@@ -83,7 +88,7 @@ class DataSource:
     """The training prompts of a run; implements next, state and restore."""
 
     def __init__(self, datasets: Sequence[DataSet], seed: int) -> None:
-        self._sets = [JsonLines(name_of(d), Path(d.path)) for d in datasets]
+        self._sets = [Rows(d.label, Path(d.path)) for d in datasets]
         self._shuffle = np.repeat([d.shuffle for d in datasets], [len(s) for s in self._sets])
         self._where = [(s, row) for s in self._sets for row in range(len(s))]
         self._seed = seed
@@ -108,6 +113,11 @@ class DataSource:
             order[moving] = moving[generator.permutation(len(moving))]
             self._order_of = (epoch, order)
         return self._order_of[1]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of its data sets."""
+        return frozenset(one.name for one in self._sets)
 
     @property
     def state(self) -> dict[str, int]:

@@ -8,6 +8,8 @@ one environment variable; where the scheduler has narrowed the list already, an 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import re
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
@@ -33,6 +35,17 @@ def platform(root: Path = Path("/")) -> Platform:
     if (root / "dev/kfd").exists():
         return "rocm"
     return "cuda" if (root / "dev/nvidiactl").exists() else "cpu"
+
+
+def built_for() -> Platform | None:
+    """What the torch of this Python, which a run's ranks use too, was built for, by what lies on disk; None: it has no
+    torch."""
+    found = importlib.util.find_spec("torch")  # loads nothing
+    if found is None or found.origin is None:
+        return None
+    text = Path(found.origin).with_name("version.py").read_text()
+    named = re.search(r"^(cuda|hip)\b.*= *['\"]", text, re.MULTILINE)
+    return "cpu" if named is None else "cuda" if named[1] == "cuda" else "rocm"
 
 
 def pretended(environment: Mapping[str, str]) -> Platform:
@@ -80,6 +93,11 @@ def release_memory(device: torch.device) -> None:
     """Give memory that torch keeps for later back to the device."""
     if is_gpu(device):
         importlib.import_module("torch").cuda.empty_cache()
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes of it that no process has; None: it is no GPU."""
+    return importlib.import_module("torch").cuda.mem_get_info(device)[0] if is_gpu(device) else None
 
 
 def release_shared(device: torch.device) -> None:

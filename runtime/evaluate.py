@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from math import comb
 
 from runtime.config import EvalSet, Sampling
-from runtime.data import name_of, read_all
+from runtime.data import read_all
 from runtime.types import Group, Lease, Prompt, SamplingParams
 
 
@@ -48,7 +48,7 @@ class Evaluation:
                     params=params_of(eval_set.sampling),
                     purpose="eval",
                 )
-                self._leases[lease.number] = name_of(eval_set)
+                self._leases[lease.number] = eval_set.label
                 out.append(lease)
         return out
 
@@ -63,7 +63,7 @@ class Evaluation:
         """`eval/<set>/{accuracy, reward, pass@k, length, failed}`; call when nothing is missing."""
         out: dict[str, float] = {}
         for eval_set, _ in self._sets:
-            name = name_of(eval_set)
+            name = eval_set.label
             groups = [self._groups[n] for n in sorted(self._groups, reverse=True) if self._leases[n] == name]
             for key, value in _summary(groups, eval_set.num_samples).items():
                 out[f"eval/{name}/{key}"] = value

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -31,7 +31,7 @@ from runtime.comm.messages import (
     Work,
 )
 from runtime.errors import EXIT_CODES, EngineLost, SluiceError, WaitTimeout
-from runtime.topology import Topology
+from runtime.topology import EngineSlot, Topology
 from runtime.types import Completion, Lease
 
 logger = logging.getLogger("fleet")
@@ -45,14 +45,26 @@ class Mailbox(Protocol):
     def receive(self, timeout_s: float) -> tuple[int, FromAgent] | None: ...
 
 
-@dataclass
+@dataclass(eq=False)
 class _Agent:
     rank: int
-    engines: tuple[int, ...]
-    policies: tuple[int, ...]
-    """Those of the policy."""
     leases: dict[int, int] = field(default_factory=dict)
     """Lease number -> samples it runs here."""
+
+
+@dataclass(eq=False)
+class _Engine:
+    slot: EngineSlot
+    agent: _Agent
+    is_up: bool = False
+    """It answers."""
+    version: int | None = None
+    """What it serves; None: no weights of this run."""
+    starts: int = 0
+    num_ranks: int = 1
+    can: tuple[str, ...] = ()
+    is_given_up: bool = False
+    """It is somebody else's, and of no use as it is."""
 
 
 class Fleet:
@@ -66,24 +78,9 @@ class Fleet:
             on_engine: told of (event kind, engine id, reason), for the event log.
         """
         self._mailbox, self._on_engine = mailbox, on_engine
-        self._agents = [
-            _Agent(
-                rank=topology.agent_of(n),
-                engines=tuple(e.id for e in topology.engines_of(n)),
-                policies=tuple(e.id for e in topology.engines_of(n) if not e.is_frozen),
-            )
-            for n in range(len(topology.nodes))
-        ]
-        self._agent_of = {e: a for a in self._agents for e in a.engines}
-        policies = [e for a in self._agents for e in a.policies]
-        self._versions: dict[int, int | None] = dict.fromkeys(policies, None)
-        self._frozen_up: set[int] = set()
-        """Engines of other models that answer."""
-        self._starts: dict[int, int] = dict.fromkeys(self._agent_of, 0)
-        self._ranks: dict[int, int] = dict.fromkeys(self._agent_of, 1)
-        self._slots, self._topology = {e.id: e for e in topology.engines}, topology
-        self._can: dict[int, tuple[str, ...]] = dict.fromkeys(self._agent_of, ())
-        self._fresh: set[int] = set()
+        self._topology = topology
+        self._agents = [_Agent(topology.agent_of(node)) for node in range(len(topology.nodes))]
+        self._engines = {slot.id: _Engine(slot, self._agents[slot.nodes[0]]) for slot in topology.engines}
         self._finished: list[Finished] = []
         self._answers: dict[int, Reply | Journal] = {}
         self._requests = 0
@@ -92,86 +89,90 @@ class Fleet:
 
     def alive(self) -> set[int]:
         """Engines of the policy that answer, fresh ones included."""
-        return self._fresh | {e for e, v in self._versions.items() if v is not None}
+        return {i for i, e in self._engines.items() if e.is_up and not e.slot.is_frozen}
 
     def fresh(self) -> set[int]:
         """Engines that wait for weights."""
-        return set(self._fresh)
+        return {i for i in self.alive() if self._engines[i].version is None}
 
     def answering(self) -> set[int]:
         """Engines of any model that answer."""
-        return self.alive() | self._frozen_up
+        return {i for i, e in self._engines.items() if e.is_up}
 
     def own(self) -> frozenset[int]:
         """Every engine of any model that the run starts, also those that are down."""
-        return frozenset(e for e, slot in self._slots.items() if not slot.url)
+        return frozenset(i for i, e in self._engines.items() if not e.slot.url)
 
     def starts(self, engine: int) -> int:
         """How often this engine has become ready: tells its processes apart."""
-        return self._starts[engine]
+        return self._engines[engine].starts
 
     def version(self, engine: int) -> int | None:
         """What it serves; None: nothing."""
-        return self._versions[engine]
+        return self._engines[engine].version
 
     def num_ranks(self, engine: int) -> int:
         """Of a weight group that this engine takes: one for each part of its model."""
-        return self._ranks[engine]
+        return self._engines[engine].num_ranks
 
     def can(self, engine: int, what: str) -> bool:
         """Whether it said so, see rollout.base.Description."""
-        return what in self._can[engine]
+        return what in self._engines[engine].can
 
     def lenders(self, engine: int) -> tuple[int, ...]:
         """World ranks of the trainer ranks that share memory with it, one for each rank that it has."""
-        ranks = self._topology.lenders(self._slots[engine])
-        number = self._ranks[engine]
+        ranks, number = self._topology.lenders(self._engines[engine].slot), self.num_ranks(engine)
         return tuple(ranks[i * len(ranks) // number] for i in range(number))
 
     def committed(self, engines: Collection[int], version: int) -> None:
-        self._versions |= dict.fromkeys(engines, version)
-        self._fresh -= set(engines)
+        for engine in engines:
+            self._engines[engine].version = version
 
     def emptied(self) -> None:
         """Engines that answer gave their weights up."""
-        self._fresh = self.alive()
-        self._versions = dict.fromkeys(self._versions, None)
+        for engine in self._engines.values():
+            engine.version = None
 
     def lost(self, engines: Collection[int]) -> None:
         """These are being restarted; they come back fresh."""
-        self._versions |= dict.fromkeys(self._versions.keys() & set(engines), None)
-        self._fresh -= set(engines)
-        self._frozen_up -= set(engines)
+        for engine in engines:
+            self._engines[engine].is_up, self._engines[engine].version = False, None
 
-    def wait_engines(self, timeout_s: float) -> None:
-        """Until every engine that the run starts answers for the first time, and of each model at least one.
+    def wait_engines(self, timeout_s: float, stop: Callable[[], str] = str) -> None:
+        """Until every engine that the run starts answers for the first time, and of each model at least one; or until
+        `stop` says why the run must end early.
 
         Raises:
             EngineLost: naming the engines that did not.
         """
         deadline = time.monotonic() + timeout_s
-        while missing := self._missing():
+        while (missing := self._missing()) and not stop():
             if time.monotonic() > deadline:
-                raise EngineLost(
-                    f"controller waited {timeout_s:.0f} s for engines {sorted(missing)} to start; see their logs"
-                )
+                raise EngineLost(f"controller waited {timeout_s:.0f} s for engines {self._named(missing)}")
             self._receive(0.5)
 
     def _missing(self) -> set[int]:
         up, of_model = self.answering(), defaultdict(set)
-        for engine, slot in self._slots.items():
-            of_model[slot.model].add(engine)
+        for i, engine in self._engines.items():
+            of_model[engine.slot.model].add(i)
         return set(self.own() - up).union(*(engines for engines in of_model.values() if not engines & up))
+
+    def _named(self, engines: Collection[int]) -> str:
+        """Which they are, and where to look."""
+        own, others = sorted(self.own() & set(engines)), sorted(set(engines) - self.own())
+        named = [f"{own} to start, see their logs"] if own else []
+        named += [f"{e} at {self._engines[e].slot.url} to answer well, see the log of its server" for e in others]
+        return "; and ".join(named)
 
     # ---- leases
 
     def lease(self, leases: Sequence[Lease]) -> None:
         """Hand leases to the agents with the least to do per engine that answers; where none does, per engine."""
         work: dict[int, list[Lease]] = {}
-        up = self.alive() or self._versions.keys()
-        holders = [(a, n) for a in self._agents if (n := len(up & set(a.policies)))]
+        policies = [e for e in self._engines.values() if not e.slot.is_frozen]
+        holders = Counter(e.agent for e in [e for e in policies if e.is_up] or policies)
         for lease in leases:
-            agent, _ = min(holders, key=lambda held: (sum(held[0].leases.values()) / held[1], held[0].rank))
+            agent = min(holders, key=lambda a: (sum(a.leases.values()) / holders[a], a.rank))
             agent.leases[lease.number] = lease.num_samples
             work.setdefault(agent.rank, []).append(lease)
         for rank, mine in work.items():
@@ -188,7 +189,8 @@ class Fleet:
 
     def journal(self, timeout_s: float) -> dict[int, tuple[tuple[Completion, ...], ...]]:
         """Of every running lease, what it has sampled so far."""
-        requests = [self.ask(a.rank, lambda r: AskJournal(request=r)) for a in self._agents if a.policies]
+        ranks = {e.agent.rank for e in self._engines.values() if not e.slot.is_frozen}
+        requests = [self.ask(rank, lambda r: AskJournal(request=r)) for rank in sorted(ranks)]
         out: dict[int, tuple[tuple[Completion, ...], ...]] = {}
         for answer in self.answers(requests, "journals", timeout_s):
             assert isinstance(answer, Journal)
@@ -199,10 +201,7 @@ class Fleet:
 
     def order(self, engines: Collection[int], make: Callable[[int, tuple[int, ...]], ToAgent]) -> list[int]:
         """Send one request to each agent of these engines; `make` gets its number and the agent's engines."""
-        mine: dict[int, list[int]] = {}
-        for engine in sorted(engines):
-            mine.setdefault(self._agent_of[engine].rank, []).append(engine)
-        return [self.ask(rank, lambda r, es=es: make(r, tuple(es))) for rank, es in mine.items()]
+        return [self.ask(rank, lambda r, es=es: make(r, es)) for rank, es in self._by_agent(engines).items()]
 
     def ask(self, rank: int, make: Callable[[int], ToAgent]) -> int:
         self._requests += 1
@@ -217,11 +216,23 @@ class Fleet:
             self._receive(0.2)
         return [self._answers.pop(r) for r in requests]
 
+    def failed(self, requests: Sequence[int]) -> dict[int, str]:
+        """Failures by engine that these were answered with so far."""
+        replies = [reply for r in requests if isinstance(reply := self._answers.get(r), Reply)]
+        return {engine: why for reply in replies for engine, why in reply.failures.items()}
+
     def tell(self, engines: Collection[int], make: Callable[[tuple[int, ...]], ToAgent]) -> None:
         """Like `order`, where no answer is due."""
-        for agent in self._agents:
-            if mine := tuple(e for e in agent.engines if e in engines):
-                self._mailbox.send(agent.rank, make(mine))
+        for rank, mine in self._by_agent(engines).items():
+            self._mailbox.send(rank, make(mine))
+
+    def _by_agent(self, engines: Collection[int]) -> dict[int, tuple[int, ...]]:
+        """World rank of an agent -> those of these engines that are its."""
+        mine: dict[int, tuple[int, ...]] = {}
+        for engine in sorted(engines):
+            rank = self._engines[engine].agent.rank
+            mine[rank] = (*mine.get(rank, ()), engine)
+        return mine
 
     def pump(self, timeout_s: float) -> None:
         """Take in what has arrived while the caller waits for something else."""
@@ -244,18 +255,20 @@ class Fleet:
             case EngineBegun():
                 self._pass_on(message)
             case PartDown():
-                self._mailbox.send(self._agent_of[message.engine].rank, message)
+                self._mailbox.send(self._engines[message.engine].agent.rank, message)
             case EngineReady():
-                self._starts[message.engine] += 1
-                self._ranks[message.engine] = message.num_ranks
-                self._can[message.engine] = message.can
-                (self._fresh if message.engine in self._versions else self._frozen_up).add(message.engine)
+                engine = self._engines[message.engine]
+                engine.starts += 1
+                engine.is_up, engine.version, engine.is_given_up = True, None, False
+                engine.num_ranks, engine.can = message.num_ranks, message.can
                 self._on_engine("engine_ready", message.engine, "")
             case EngineDown():
                 self.lost([message.engine])
                 logger.warning("engine %d is down: %s", message.engine, message.reason)
                 self._on_engine("engine_down", message.engine, message.reason)
                 self._pass_on(message)
+                self._engines[message.engine].is_given_up |= message.is_given_up
+                self._check_left(message)
             case Finished():
                 agent = next(a for a in self._agents if a.rank == rank)
                 agent.leases.pop(message.group.lease, None)
@@ -266,9 +279,18 @@ class Fleet:
                 raise fault_error(message)
         return True
 
+    def _check_left(self, down: EngineDown) -> None:
+        """
+        Raises:
+            EngineLost: all engines of its model are given up.
+        """
+        model = self._engines[down.engine].slot.model
+        if all(e.is_given_up for e in self._engines.values() if e.slot.model == model):
+            raise EngineLost(f"no engine of the {model} is left; the last one: {down.reason}")
+
     def _pass_on(self, message: EngineBegun | EngineDown) -> None:
         """To the agents of the engine's other nodes."""
-        for node in self._slots[message.engine].nodes[1:]:
+        for node in self._engines[message.engine].slot.nodes[1:]:
             self._mailbox.send(self._topology.agent_of(node), message)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from runtime.comm.messages import (
+from runtime.comm.commands import (
     Answer,
     AskSaved,
     CloseGroup,
@@ -19,6 +19,7 @@ from runtime.comm.messages import (
     Done,
     Export,
     Failed,
+    Joined,
     JoinGroup,
     Lend,
     Lent,
@@ -101,8 +102,13 @@ class Learner:
         assert isinstance(answer, Opened)
         return answer.address
 
-    def join_group(self, name: str, timeout_s: float) -> None:
-        self._done(self._do(JoinGroup(name=name), f"joining weight group {name}", timeout_s))
+    def join_group(self, name: str, timeout_s: float) -> tuple[int, ...]:
+        """Ranks in the group that have not come; none: it is complete."""
+        answer = self._do(JoinGroup(name=name), f"joining weight group {name}", timeout_s)
+        if isinstance(answer, Failed):
+            raise GroupBroken(answer.reason)
+        assert isinstance(answer, Joined), answer
+        return answer.missing
 
     def close_group(self, name: str, timeout_s: float) -> None:
         self._done(self._do(CloseGroup(name=name), f"closing weight group {name}", timeout_s))

@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from runtime.buffer import Buffer
+from runtime.buffer import ALL_FAILED, Buffer
 from runtime.comm.messages import Finished
 from runtime.errors import ConfigError, EngineLost, WaitTimeout
 from runtime.evaluate import Evaluation
 from runtime.metrics import Recorder
+from runtime.samples import rows
 from runtime.state import Checkpoints
 from runtime.types import Batch, Completion, Group, Lease, RunState
 
@@ -88,6 +89,8 @@ class Progress:
     taken: int = 0
     evaluated: int = -1
     """Step of the last evaluation: a resumed run does not repeat what its log already shows."""
+    failed: int = 0
+    """Groups dropped since the last step, as all their samples failed."""
 
 
 @dataclass(kw_only=True)
@@ -132,7 +135,7 @@ class Loop:
             self.recorder.trained(groups, at.step, at.version)
             at.step, at.version = at.step + 1, at.version + 1
             self.publish(self.fleet.alive())
-            self.report(groups, metrics, (started, gathered, trained, time.monotonic()))
+            self.record(groups, metrics, (started, gathered, trained, time.monotonic()))
             self.check_mismatch(metrics.get("mismatch", 0.0))
             if rules.save_every and at.step % rules.save_every == 0:
                 self.save()
@@ -181,7 +184,8 @@ class Loop:
                 self.evaluation.add(group)
             elif (reason := self.buffer.add(group)) is not None:
                 self.recorder.group(group, reason)
-                self.count_dropped(reason)
+                self.progress.failed += reason.startswith(ALL_FAILED)
+                self.count_dropped(reason and f"{reason} (prompt {group.prompt.id})")
 
     def count_dropped(self, reason: str) -> None:
         """
@@ -275,7 +279,7 @@ class Loop:
             self.recorder.metrics(self.progress.step, self.evaluation.metrics() | {"eval_s": round(seconds, 3)})
             self.progress.evaluated = self.progress.step
 
-    def report(self, groups: Sequence[Group], metrics: dict[str, float], times: Sequence[float]) -> None:
+    def record(self, groups: Sequence[Group], metrics: dict[str, float], times: Sequence[float]) -> None:
         """One line of metrics, and some samples as text."""
         at = self.progress
         started, gathered, trained, pushed = times
@@ -290,6 +294,7 @@ class Loop:
                 **metrics,
                 "lag": lag,
                 "samples": len(samples),
+                "dropped_groups": at.failed,
                 "tokens": tokens,
                 "samples_per_s": round(len(samples) / step_s, 3),
                 "tokens_per_s": round(tokens / step_s, 3),
@@ -299,7 +304,9 @@ class Loop:
                 "push_s": round(pushed - trained, 3),
             },
         )
-        self.recorder.samples(at.step, [self.row(g, i) for g, i in _spread(groups, self.rules.samples_per_step)])
+        at.failed = 0
+        told = rows(groups, self.rules.samples_per_step, self.text)
+        self.recorder.samples(at.step, [{"step": at.step, "version": at.version - 1, **row} for row in told])
 
     def check_mismatch(self, found: float) -> None:
         """
@@ -313,21 +320,6 @@ class Loop:
                 f"is {limit:g}, but in step {self.progress.step} log-probs of engines and trainer were {found:.3g} off",
                 "compare their precision, attention and sampling options; or correct for it, see docs/algorithms.md",
             )
-
-    def row(self, group: Group, index: int) -> dict[str, Any]:
-        sample = group.samples[index]
-        return {
-            "step": self.progress.step,
-            "version": self.progress.version - 1,
-            "prompt_id": sample.prompt_id,
-            "index": sample.index,
-            "prompt": group.prompt.messages[-1]["content"] if group.prompt.messages else "",
-            "text": self.text(sample.tokens[sample.loss_mask].tolist()),
-            "answer": group.prompt.answer,
-            "reward": sample.reward,
-            "status": sample.status,
-            "versions": sample.versions,
-        }
 
     # ---- saving
 
@@ -356,6 +348,7 @@ class Loop:
             version=at.version,
             taken=at.step,
             evaluated=at.evaluated,
+            failed=at.failed,
             next_lease=next_lease,
             data=self.buffer.source_state,
             ready=ready,
@@ -365,10 +358,3 @@ class Loop:
 
     def phase(self, name: str) -> None:
         self.recorder.event("phase", phase=name, step=self.progress.step)
-
-
-def _spread(groups: Sequence[Group], n: int) -> list[tuple[Group, int]]:
-    """n samples over as many groups as there are: first one of each group, then the next of each."""
-    longest = max(len(g.samples) for g in groups)
-    every = [(g, i) for i in range(longest) for g in groups if i < len(g.samples)]
-    return every[:n]

@@ -41,7 +41,7 @@ def main() -> int:
 def _be(rank: Rank, guard: Guard, stop: Stop) -> str:
     """Be the rank; why the run ended early, or ""."""
     log.set_up(rank.slot.rank, rank.role)
-    guard.role = rank.role
+    guard.role, guard.node = rank.role, rank.topology.nodes[rank.slot.node]
     if rank.slot.role == "agent":
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # agents compute little
     rank.check_place()

@@ -1,13 +1,15 @@
 """What a run leaves to read: metrics.jsonl, events.jsonl, samples/, and TensorBoard beside them.
 
 The JSON lines are the truth: an attempt that resumes cuts them back to the offsets of its checkpoint, and TensorBoard's
-files are written anew from them, so neither ever shows a step twice. events.jsonl names every lease, every group and
+files are written anew from them, so neither ever shows a step twice. What else shows steps beyond the checkpoint goes
+too, but for a trained model, which gets another name. events.jsonl names every lease, every group and
 every trained sample once, so that an outsider can prove that nothing was lost or doubled.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
 import time
@@ -19,8 +21,10 @@ import msgspec
 from tensorboard.summary import Writer
 
 from runtime.batching import trained_samples
-from runtime.errors import SluiceError
+from runtime.errors import ConfigError
 from runtime.types import Group, Lease, Sample
+
+logger = logging.getLogger("metrics")
 
 
 class JsonLog:
@@ -33,8 +37,9 @@ class JsonLog:
         """
         self.path = path
         self._file = path.open("ab", buffering=0)
-        if (size := path.stat().st_size) < keep_bytes:
-            raise SluiceError(f"{path} has {size} bytes, but {keep_bytes} when the checkpoint was written")
+        if keep_bytes and _byte(path, keep_bytes - 1) != b"\n":
+            problem = f"is not as it was when the checkpoint was written, with {keep_bytes} bytes"
+            raise ConfigError(str(path), problem, "resume with the whole run folder as it was, or start a new run")
         self._file.truncate(keep_bytes)
 
     def write(self, line: dict[str, Any]) -> None:
@@ -58,6 +63,12 @@ class JsonLog:
         self._file.close()
 
 
+def _byte(path: Path, at: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(at)
+        return file.read(1)
+
+
 def sample_digest(sample: Sample) -> str:
     """Names a sample by its tokens and log-probs."""
     h = hashlib.blake2b(sample.tokens.tobytes(), digest_size=12)
@@ -68,11 +79,16 @@ def sample_digest(sample: Sample) -> str:
 class Recorder:
     """The controller's one way to write about the run."""
 
-    def __init__(self, run_dir: Path, offsets: dict[str, int], *, tensorboard: bool) -> None:
+    def __init__(self, run_dir: Path, offsets: dict[str, int], *, step: int, tensorboard: bool) -> None:
+        """
+        Args:
+            step: that the attempt goes on after, as `offsets` of the logs do.
+        """
         self._samples_dir = run_dir / "samples"
         self._samples_dir.mkdir(exist_ok=True)
         self._metrics = JsonLog(run_dir / "metrics.jsonl", offsets.get("metrics.jsonl", 0))
         self._events = JsonLog(run_dir / "events.jsonl", offsets.get("events.jsonl", 0))
+        _forget(run_dir, step)
         self._board = self._replay(run_dir / "tensorboard") if tensorboard else None
 
     def _replay(self, folder: Path) -> Writer:
@@ -154,6 +170,25 @@ class Recorder:
         self._events.close()
         if self._board is not None:
             self._board.close()
+
+
+def _forget(run_dir: Path, step: int) -> None:
+    """Take away what shows later steps, which are done again."""
+    stale = _after(step, run_dir / "samples", ".jsonl")
+    for path in stale:
+        path.unlink()
+    if stale:
+        (run_dir / "reward.png").unlink(missing_ok=True)
+    for model in _after(step, run_dir / "hf"):
+        kept = model.with_name(f"{model.name}.until-{time.strftime('%y%m%d-%H%M%S')}")
+        logger.warning("%s is of steps that are done again, so it is now %s", model, kept)
+        model.rename(kept)
+
+
+def _after(step: int, folder: Path, suffix: str = "") -> list[Path]:
+    """step-000020 and their like of later steps; what users put beside them is not ours."""
+    numbers = {path: path.name.removeprefix("step-").removesuffix(suffix) for path in folder.glob(f"step-*{suffix}")}
+    return [path for path, number in numbers.items() if number.isdecimal() and int(number) > step]
 
 
 def _show(board: Writer, line: dict[str, Any]) -> None:

@@ -27,7 +27,8 @@ from typing import Literal
 import msgspec
 
 from runtime.comm.buckets import buckets
-from runtime.comm.messages import Commit, Connect, Disconnect, Lend, Push, Pushed, Receive, Reply, Restart, Take
+from runtime.comm.commands import Lend, Push, Pushed
+from runtime.comm.messages import Commit, Connect, Disconnect, Receive, Reply, Restart, Take
 from runtime.config import Sync
 from runtime.errors import WeightMismatch
 from runtime.fleet import Fleet
@@ -97,13 +98,25 @@ class Publisher:
         todo = self._left(todo, starts)
         if failures := self._commit(version, todo, pushed):
             self._restart(failures)
-            todo = self._left(todo - failures.keys(), starts)
+        todo = self._left(todo - failures.keys(), starts)
         self._fleet.committed(todo, version)
         return todo
 
-    def _left(self, engines: frozenset[int], starts: Mapping[int, int]) -> frozenset[int]:
-        """Those that were not lost meanwhile; one that is back already is another."""
-        return frozenset(e for e in engines & self._fleet.alive() if self._fleet.starts(e) == starts[e])
+    def make_room(self) -> None:
+        """Let trainer ranks have their memory, where engines share it."""
+        if self._turns is not None:
+            self._turns.to_trainer()
+
+    @property
+    def made_room(self) -> bool:
+        """Engines sleep, until the next `publish`."""
+        return self._turns is not None and self._turns.is_trainers
+
+    def close(self) -> None:
+        self._close_group()
+        self._forget(self._stored)
+
+    # ---- a push
 
     def _push(self, version: int, engines: frozenset[int]) -> tuple[frozenset[int], Pushed]:
         """Until it goes well for those that are left; they are returned."""
@@ -132,27 +145,40 @@ class Publisher:
         by_handles = self._sync.channel == "ipc" and all(self._fleet.can(e, "handles") for e in engines)
         return "handles" if by_handles else self._sync.via
 
-    def make_room(self) -> None:
-        """Let trainer ranks have their memory, where engines share it."""
-        if self._turns is not None:
-            self._turns.to_trainer()
+    def _base(self, engines: frozenset[int]) -> int:
+        """What a delta may start from: the version that the trainer has kept, if all of them serve it; -1: none."""
+        is_held = {self._fleet.version(engine) for engine in engines} == {self._kept}
+        return self._kept if self._sync.channel == "delta" and is_held else -1
 
-    @property
-    def made_room(self) -> bool:
-        """Engines sleep, until the next `publish`."""
-        return self._turns is not None and self._turns.is_trainers
+    def _command(self, source: str, version: int, base: int, engines: Collection[int]) -> Push:
+        self._kept = -1  # until it is known that this push went well
+        compared = self._sync.verify and any(self._fleet.can(engine, "digests") for engine in engines)
+        return Push(source=source, version=version, base=base, digests=compared, canary=self._proof)
 
-    def close(self) -> None:
-        self._close_group()
-        self._forget(self._stored)
+    def _described(self) -> Manifest:
+        if self._manifest is None:
+            self._manifest = self._learner.manifest(self._sync.timeout_s)
+        return self._manifest
+
+    def _left(self, engines: frozenset[int], starts: Mapping[int, int]) -> frozenset[int]:
+        """Those that were not lost meanwhile; one that is back already is another."""
+        return frozenset(e for e in engines & self._fleet.alive() if self._fleet.starts(e) == starts[e])
+
+    def _commit(self, version: int, engines: frozenset[int], pushed: Pushed) -> dict[int, str]:
+        requests = self._fleet.order(
+            engines,
+            lambda r, es: Commit(request=r, version=version, digests=pushed.digests, canary=pushed.canary, engines=es),
+        )
+        return self._failures(requests, "engines to verify weights")
+
+    # ---- the ways of a push: each is one try, and gives failures by engine
 
     def _over_group(self, version: int, base: int, engines: frozenset[int]) -> tuple[Pushed, dict[int, str]]:
-        """One try; failures by engine."""
         pushed, broken = Pushed(digests={}), ""
         if failures := self._form(engines):
             return pushed, failures
         assert self._group is not None
-        push = self._command(self._group.name, version, base)
+        push = self._command(self._group.name, version, base, engines)
         requests = self._receive(push, engines)
         try:
             pushed = self._learner.push(push, self._sync.timeout_s + MARGIN_S)
@@ -165,7 +191,7 @@ class Publisher:
 
     def _through_folder(self, version: int, base: int, engines: frozenset[int]) -> tuple[Pushed, dict[int, str]]:
         self._pushes += 1
-        push = self._command(str(self._folder / f"{version:06d}-{self._pushes}"), version, base)
+        push = self._command(str(self._folder / f"{version:06d}-{self._pushes}"), version, base, engines)
         pushed = self._learner.push(push, self._sync.timeout_s + MARGIN_S)
         self._kept = version
         failures = self._failures(self._receive(push, engines), "engines to load weights")
@@ -174,6 +200,19 @@ class Publisher:
         if self._sync.channel == "ipc":  # it takes memory
             self._forget(push.source)
         return pushed, failures
+
+    def _forget(self, source: str) -> None:
+        """Of a folder that no engine needs any more."""
+        if source:
+            self._learner.close_group(source, self._sync.timeout_s)
+            self._stored = ""
+
+    def _receive(self, push: Push, engines: frozenset[int]) -> list[int]:
+        manifest = msgspec.structs.replace(self._described().since(push.base), via=self._sync.via)
+        return self._fleet.order(
+            engines,
+            lambda r, es: Receive(request=r, source=push.source, manifest=manifest, version=push.version, engines=es),
+        )
 
     def _by_handles(self, version: int, base: int, engines: frozenset[int]) -> tuple[Pushed, dict[int, str]]:
         """While engines take a bucket, trainer ranks put the next one together."""
@@ -204,40 +243,7 @@ class Publisher:
 
         return self._fleet.order(handles.keys(), make)
 
-    def _forget(self, source: str) -> None:
-        """Of a folder that no engine needs any more."""
-        if source:
-            self._learner.close_group(source, self._sync.timeout_s)
-            self._stored = ""
-
-    def _base(self, engines: frozenset[int]) -> int:
-        """What a delta may start from: the version that the trainer has kept, if all of them serve it; -1: none."""
-        is_held = {self._fleet.version(engine) for engine in engines} == {self._kept}
-        return self._kept if self._sync.channel == "delta" and is_held else -1
-
-    def _command(self, source: str, version: int, base: int) -> Push:
-        self._kept = -1  # until it is known that this push went well
-        return Push(source=source, version=version, base=base, canary=self._proof)
-
-    def _receive(self, push: Push, engines: frozenset[int]) -> list[int]:
-        manifest = msgspec.structs.replace(self._described().since(push.base), via=self._sync.via)
-        return self._fleet.order(
-            engines,
-            lambda r, es: Receive(request=r, source=push.source, manifest=manifest, version=push.version, engines=es),
-        )
-
-    def _commit(self, version: int, engines: frozenset[int], pushed: Pushed) -> dict[int, str]:
-        digests = pushed.digests if self._sync.verify else {}
-        requests = self._fleet.order(
-            engines,
-            lambda r, es: Commit(request=r, version=version, digests=digests, canary=pushed.canary, engines=es),
-        )
-        return self._failures(requests, "engines to verify weights")
-
-    def _described(self) -> Manifest:
-        if self._manifest is None:
-            self._manifest = self._learner.manifest(self._sync.timeout_s)
-        return self._manifest
+    # ---- the weight group
 
     def _form(self, engines: frozenset[int]) -> dict[int, str]:
         """A group of trainer rank 0 and exactly these engines; failures by engine."""
@@ -254,17 +260,35 @@ class Publisher:
         # An engine that somebody else runs may still be in a group of an attempt that was killed.
         name = f"weights-{secrets.token_hex(4)}-{self._groups_made}"
         group = self._learner.open_group(name, size, timeout_s)
-        requests = self._fleet.order(
-            engines, lambda r, es: Connect(request=r, address=group, ranks={e: ranks[e] for e in es})
-        )
+
+        def connect(request: int, engines: tuple[int, ...]) -> Connect:
+            return Connect(request=request, address=group, ranks={engine: ranks[engine] for engine in engines})
+
+        requests = [r for engine in ranks for r in self._fleet.order([engine], connect)]  # each is answered for itself
         self._group, self._members, self._listening = group, members, True
-        broken = ""
+        return self._join(group.name, ranks, requests)
+
+    def _join(self, name: str, ranks: Mapping[int, int], requests: list[int]) -> dict[int, str]:
+        """Until all have come, or who is missing has failed: the others wait no longer for it; failures by engine.
+
+        Args:
+            ranks: the first of each engine.
+        """
+        timeout_s, broken = self._sync.timeout_s, ""
+        deadline = time.monotonic() + timeout_s
         try:
-            self._learner.join_group(group.name, timeout_s + MARGIN_S)
+            while missing := self._learner.join_group(name, timeout_s + MARGIN_S):
+                self._fleet.pump(0.0)
+                failed = self._fleet.failed(requests)
+                late = {e for e, r in ranks.items() if any(r <= m < r + self._fleet.num_ranks(e) for m in missing)}
+                if late <= failed.keys() or time.monotonic() > deadline:
+                    self._hang_up()
+                    self._failures(requests, f"engines to leave {name}")
+                    return {e: failed.get(e, f"it did not join {name} within {timeout_s:g} s") for e in late}
         except GroupBroken as e:
             broken = str(e)
             self._hang_up()
-        return self._blame(engines, self._failures(requests, f"engines to join {group.name}"), broken)
+        return self._blame(frozenset(ranks), self._failures(requests, f"engines to join {name}"), broken)
 
     def _close_group(self) -> None:
         if self._group is None:
@@ -283,6 +307,8 @@ class Publisher:
             self._listening = False
             self._learner.close_group(self._group.name, self._sync.timeout_s)
 
+    # ---- who failed
+
     def _failures(self, requests: list[int], what: str) -> dict[int, str]:
         failures: dict[int, str] = {}
         for reply in self._fleet.answers(requests, what, self._sync.timeout_s + MARGIN_S):
@@ -293,14 +319,15 @@ class Publisher:
         return failures
 
     def _blame(self, engines: frozenset[int], failures: dict[int, str], broken: str) -> dict[int, str]:
-        """When one member goes, all others fail with it: blame those known to be down, waiting briefly for word."""
+        """When one member goes, all others fail with it: blame those known to be down, waiting briefly for word; else
+        those that somebody else runs, as the others will show it in the next try if it was theirs."""
         if not failures and not broken:
             return {}
         deadline = time.monotonic() + WORD_S
         while not (down := engines - self._fleet.alive()) and time.monotonic() < deadline:
             self._fleet.pump(0.2)
         reasons = dict.fromkeys(engines, broken) | failures
-        return {e: reasons[e] for e in down or failures or engines}
+        return {e: reasons[e] for e in down or failures.keys() - self._fleet.own() or failures or engines}
 
     def _restart(self, failures: dict[int, str]) -> None:
         for engine, reason in failures.items():

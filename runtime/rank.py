@@ -11,11 +11,12 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from runtime import device, report, topology
+from runtime import device, plugins, report, topology
 from runtime.comm.network import address_of, fabric_interface
-from runtime.config import RunConfig, SiteConfig
+from runtime.config import RunConfig
 from runtime.errors import EXIT_CODES, ConfigError
 from runtime.load import load_run, load_site
+from runtime.site import SiteConfig
 from runtime.topology import RankSlot, Topology
 
 logger = logging.getLogger("main")
@@ -55,6 +56,7 @@ class Rank:
         self.run_dir, self.attempt = run_dir, attempt
         self.attempt_dir = run_dir / "attempts" / str(attempt)
         self.config: RunConfig = load_run(run_dir / "config.yaml")
+        plugins.look_in(self.config.code_dir)
         self.site: SiteConfig = load_site(str(run_dir / "site.yaml"))
         self.topology: Topology = topology.load(run_dir / "topology.json")
         if number >= self.topology.world_size:
@@ -112,7 +114,7 @@ class Guard:
 
     def __init__(self, attempt_dir: Path, rank: int) -> None:
         self._attempt_dir, self._rank = attempt_dir, rank
-        self.role = ""
+        self.role = self.node = ""
         self.abort: Callable[[int], None] = _die
         """Ends all ranks."""
 
@@ -123,12 +125,15 @@ class Guard:
         """Does not return."""
         text = "".join(traceback.format_exception(error))
         kind = report.kind_of(error)
-        logger.error("%s", str(error) if kind == "config" else text)
+        is_ours = kind == "config" and error.__cause__ is None  # else it came of an exception in a user's code
+        logger.error("%s", str(error) if is_ours else text)
         message = str(error) if kind != "bug" else f"{type(error).__name__}: {error}"
         try:
             report.write(
                 self._attempt_dir,
-                report.Report(kind=kind, message=message, rank=self._rank, role=self.role, traceback=text),
+                report.Report(
+                    kind=kind, message=message, rank=self._rank, role=self.role, node=self.node, traceback=text
+                ),
             )
         except OSError:  # disk full, folder gone: the supervisor judges by what is left
             logger.exception("no report could be written")

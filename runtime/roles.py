@@ -14,19 +14,18 @@ from functools import partial
 from pathlib import Path
 
 from runtime import device, plugins, report
+from runtime.comm.commands import Answer, Bootstrap, Command
 from runtime.comm.mailbox import MailboxClient, MailboxServer
-from runtime.comm.messages import Answer, Bootstrap, Command
-from runtime.comm.network import address_of
+from runtime.comm.network import SOCKET_VARIABLES, address_of
 from runtime.comm.world import World
 from runtime.config import DataSet, Engines
 from runtime.controller import Controller, algorithm_of
-from runtime.data import name_of
 from runtime.rank import Guard, Rank, Stop
 from runtime.rollout import agent
 from runtime.rollout.base import EngineKind
-from runtime.rollout.keeper import EngineSettings, EngineStart
-from runtime.rollout.process import Spawner
 from runtime.rollout.scoring import RewardPool
+from runtime.rollout.spawning import Spawner
+from runtime.rollout.start import EngineSettings, EngineStart
 
 TOKEN_BYTES = 32
 ROLL_CALL_S = 3.0
@@ -63,7 +62,7 @@ def run_controller(rank: Rank, guard: Guard, stop: Stop) -> str:
     beside.join(config.limits.stop_s)
     report.write(
         rank.attempt_dir,
-        report.Report(kind=reason or "done", message=_message(reason), role=rank.role),  # pyright: ignore[reportArgumentType]
+        report.Report(kind=reason or "done", message=_message(reason, rank), role=rank.role),  # pyright: ignore[reportArgumentType]
     )
     world.close(config.limits.stop_s)
     stack.close()
@@ -111,6 +110,7 @@ def run_trainer(rank: Rank, guard: Guard) -> str:
     host = address_of(rank.interface)
     where = group.device_of(None if rank.site.pretend_gpus else rank.slot.device)
     own = rank.topology.trainers.index(rank.slot.rank)
+    group.use(rank.interface)
     if (size := len(rank.topology.trainers)) > 1:
         backend = device.backend(where)
         group.start(world, own, size, backend=backend, interface=rank.interface, timeout_s=limits.start_s)
@@ -160,10 +160,13 @@ class _BeforeMpi:
 
     def __init__(self, rank: Rank, stack: ExitStack) -> None:
         self._rank, config = rank, rank.config
-        self._datasets = {name_of(d): _data_set(d) for d in (*config.data, *config.evaluation.sets)}
+        self._datasets = {d.label: _data_set(d) for d in (*config.data, *config.evaluation.sets)}
+        self._places = {d.label: f"data.{i}" for i, d in enumerate(config.data)}
+        self._places |= {d.label: f"evaluation.sets.{i}" for i, d in enumerate(config.evaluation.sets)}
         self._spawner = Spawner()
         stack.callback(self._spawner.close)
-        self._rewards = RewardPool.start(self._datasets, config.rollout.reward_workers, config.rollout.reward_timeout_s)
+        workers, timeout_s = config.rollout.reward_workers, config.rollout.reward_timeout_s
+        self._rewards = RewardPool.start(self._datasets, workers, timeout_s, self._places)
         stack.callback(self._rewards.close)
 
     def be_agent(self, mailbox: MailboxClient) -> None:
@@ -174,16 +177,20 @@ class _BeforeMpi:
             rank=rank.slot.rank,
             seed=config.seed,
             datasets=self._datasets,
+            places=self._places,
             tokenizer=config.models.policy.path,
             asked={start.model: start.path for start in starts if start.is_frozen},
             max_concurrent=config.rollout.max_concurrent,
             wait_s=config.limits.rollout_s,
+            environment_timeout_s=config.rollout.environment_timeout_s,
+            still_s=config.limits.heartbeat_s,
             engines=starts,
             engine=EngineSettings(
                 host=address_of(rank.interface),
                 log_dir=str(rank.attempt_dir),
                 token_file=str(_engine_token(rank)),
                 dtype=config.trainer.precision,
+                float32_output=config.trainer.widens_output,
                 threads=_threads(rank),
                 deterministic=config.deterministic,
                 pause=config.sync.pause,
@@ -225,12 +232,13 @@ def _kind_of(engines: Engines) -> EngineKind:
 
 
 def _engine_starts(rank: Rank) -> tuple[EngineStart, ...]:
-    environment = {**os.environ, **rank.site.env}
+    environment = {**dict.fromkeys(SOCKET_VARIABLES, rank.interface), **os.environ, **rank.site.env}
     platform = device.pretended(environment) if rank.site.pretend_gpus else device.platform()
     return tuple(
         EngineStart(
             id=slot.id,
             model=slot.model,
+            kind=slot.kind,
             path=getattr(rank.config.models, slot.model).path,
             url=slot.url,
             token_file=rank.config.rollout.engines[slot.model].token_file,
@@ -266,5 +274,8 @@ def _threads(rank: Rank) -> int:
     return max(1, len(os.sched_getaffinity(0)) // max(1, here))
 
 
-def _message(reason: str) -> str:
-    return f"stopped early: {reason}; the state is saved, `resume` goes on from it" if reason else "all steps are done"
+def _message(reason: str, rank: Rank) -> str:
+    if not reason:
+        return "all steps are done"
+    is_users = reason == "preempted" and (rank.site.scheduler == "local" or (rank.run_dir / "cancel").exists())
+    return f"{'told to stop' if is_users else f'stopped early: {reason}'}; `resume` goes on with it"

@@ -7,6 +7,7 @@ replaced. What the values mean is the business of `runtime.load`.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import stat
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ _FLOAT: Final = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-4 as text; like YAML 1.2 and Python, this reads it as a number."""
+    """YAML 1.1 reads 1e-4 as text and 12:30:00 as a number; like YAML 1.2 and Python, this does the other thing."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -34,6 +35,17 @@ class _Dumper(yaml.SafeDumper):
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+
+
+def _number(loader: _Loader, node: yaml.ScalarNode) -> Any:
+    if ":" in node.value:
+        return node.value
+    make = loader.construct_yaml_float if node.tag.endswith("float") else loader.construct_yaml_int
+    return make(node)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _number)
+_Loader.add_constructor("tag:yaml.org,2002:float", _number)
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -80,6 +92,29 @@ def near_match(word: str, known: Sequence[str]) -> str:
     return f"did you mean {near[0]!r}? " if near else ""
 
 
+def near_path(path: Path, start: Path | None = None) -> str:
+    """As `near_match`, for a path of which a part does not exist: one that does, if it differs in that part only.
+
+    Args:
+        start: what it is relative to; None: the current directory.
+    """
+    missing = path
+    while missing.parent != missing and not exists(missing.parent):
+        missing = missing.parent
+    try:
+        beside = {p.name: p.name.removesuffix(p.suffix) for p in sorted(missing.parent.iterdir())}
+    except (OSError, ValueError):
+        return ""
+    stem = missing.name.removesuffix(missing.suffix)  # else all that end in .yaml are alike
+    stems = difflib.get_close_matches(stem, set(beside.values()), n=1, cutoff=0.75)
+    names = difflib.get_close_matches(missing.name, [name for name in beside if beside[name] in stems], n=1, cutoff=0)
+    guess = missing.with_name(names[0]) / path.relative_to(missing) if names else path
+    if not names or not exists(guess):
+        return ""
+    start = start or Path.cwd()
+    return f"did you mean {str(guess.relative_to(start) if guess.is_relative_to(start) else guess)!r}? "
+
+
 def exists(path: Path) -> bool:
     """As Path.exists, and False for what can be no path: too long, or with a NUL."""
     try:
@@ -97,10 +132,11 @@ def read_text(path: Path) -> str:
     name = str(path)
     try:
         mode = path.stat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISFIFO(mode)):  # <(...) of a shell is a pipe
+            raise ConfigError(name, "is a device or a socket", "give the path of a YAML file")
         data = path.read_bytes()
     except FileNotFoundError:
-        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise ConfigError(name, "no such file", f"{near_match(path.name, beside)}check the path") from None
+        raise ConfigError(name, "no such file", f"{near_path(path)}check the path") from None
     except IsADirectoryError:
         raise ConfigError(name, "is a folder", "give the path of a YAML file") from None
     except OSError as e:
@@ -120,8 +156,8 @@ def read_text(path: Path) -> str:
 
 def read(path: Path, chain: tuple[Path, ...] = ()) -> Entry:
     """The tree of a file, merged over what it extends. `chain` holds the files that led here."""
-    resolved = path.resolve()
-    if resolved in [p.resolve() for p in chain]:
+    real = os.path.realpath(path)  # unlike Path.resolve it takes a circle of links as it is
+    if real in map(os.path.realpath, chain):
         circle = " -> ".join(str(p) for p in (*chain, path))
         raise ConfigError(str(path), f"`extends` goes in a circle: {circle}", "remove one of these `extends`")
     tree = _parse(read_text(path), str(path))
@@ -137,9 +173,10 @@ def read(path: Path, chain: tuple[Path, ...] = ()) -> Entry:
         raise ConfigError(f"{base.place}: extends", f"is {base.plain()!r}, not a file name", "give one file")
     target = path.parent / base.value
     if not exists(target):
-        raise ConfigError(
-            f"{base.place}: extends", f"no such file: {target}", "it is relative to the file it stands in"
-        )
+        name = Path(base.value).name
+        beside = f"did you mean {name!r}? " if exists(path.parent / name) else ""
+        fix = f"{near_path(target, path.parent) or beside}it is relative to the file it stands in"
+        raise ConfigError(f"{base.place}: extends", f"no such file: {target}", fix)
     return _merge(read(target, (*chain, path)), tree)
 
 
@@ -234,7 +271,8 @@ def _put(tree: Entry, path: KeyPath, new: Entry, where: str) -> Entry:
     if isinstance(tree.value, list):
         if not isinstance(key, int) or key >= len(tree.value):
             problem = f"the list in {tree.place} has {len(tree.value)} entries, {key!r} is none of them"
-            raise ConfigError(where, problem, f"use an index from 0 to {len(tree.value) - 1}")
+            fix = f"use an index from 0 to {len(tree.value) - 1}" if tree.value else "give the whole list"
+            raise ConfigError(where, problem, fix)
         items = [_put(e, rest, new, where) if i == key else e for i, e in enumerate(tree.value)]
         return Entry(items, tree.file, tree.line)
     if tree.value is not None and not isinstance(tree.value, dict):

@@ -1,33 +1,48 @@
 """Checkpoints: shards, then the controller's state, then one marker. What has no marker does not exist.
 
 checkpoints/step-000020/trainer/...     written by the trainer ranks
-checkpoints/step-000020/state.bin       RunState: a count, frame sizes, frames (see comm.messages)
+checkpoints/step-000020/state.bin       RunState: checksum of the rest, a count, frame sizes, frames (comm.codec)
 checkpoints/step-000020/COMPLETE        the marker
 """
 
 from __future__ import annotations
 
+import logging
 import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
-from runtime.comm.messages import decode, encode
+import xxhash
+
+from runtime.comm.codec import decode, encode
 from runtime.durable import write_durably
-from runtime.errors import SluiceError
+from runtime.errors import ConfigError
 from runtime.types import RunState
 
-MARKER = "COMPLETE"
+logger = logging.getLogger("checkpoints")
+
+MARKER: Final = "COMPLETE"
+CHECKSUM_BYTES: Final = 16
 
 
 def write_state(path: Path, state: RunState) -> None:
     frames = [bytes(f) for f in encode(state)]
     sizes = struct.pack(f"<{len(frames) + 1}Q", len(frames), *(len(f) for f in frames))
-    write_durably(path, b"".join([sizes, *frames]))
+    blob = b"".join([sizes, *frames])
+    write_durably(path, xxhash.xxh3_128_digest(blob) + blob)
 
 
 def read_state(path: Path) -> RunState:
-    blob = path.read_bytes()
+    """
+    Raises:
+        ValueError: it is not as it was written.
+    """
+    given = path.read_bytes()
+    checksum, blob = given[:CHECKSUM_BYTES], given[CHECKSUM_BYTES:]
+    if xxhash.xxh3_128_digest(blob) != checksum:
+        raise ValueError("it is not as it was written")
     (count,) = struct.unpack_from("<Q", blob)
     sizes = struct.unpack_from(f"<{count}Q", blob, 8)
     at, frames = 8 * (count + 1), []
@@ -35,6 +50,19 @@ def read_state(path: Path) -> RunState:
         frames.append(blob[at : at + size])
         at += size
     return decode(frames, RunState)
+
+
+def _remove(folder: Path) -> None:
+    """The marker first. What cannot be removed, as somebody keeps it so or reads it over NFS, harms no run; of a folder
+    that was moved elsewhere the link goes."""
+    try:
+        (folder / MARKER).unlink(missing_ok=True)
+        if folder.is_symlink():
+            folder.unlink()
+        elif folder.exists():
+            shutil.rmtree(folder)
+    except OSError as e:
+        logger.warning("%s is left as it is: %s", folder, e)
 
 
 class Checkpoints:
@@ -47,10 +75,15 @@ class Checkpoints:
 
     def latest(self) -> Path | None:
         """Newest complete checkpoint."""
-        return max(self._complete(), default=None)
+        return next(reversed(self._complete()), None)
 
     def _complete(self) -> list[Path]:
-        return sorted(m.parent for m in self._folder.glob(f"step-*/{MARKER}"))
+        return [folder for folder in self._all() if (folder / MARKER).exists()]
+
+    def _all(self) -> list[Path]:
+        """Oldest first. What else stands there, such as step-000020.bak or an archive, is not ours."""
+        found = (p for p in self._folder.glob("step-*") if p.name.removeprefix("step-").isdecimal() and p.is_dir())
+        return sorted(found, key=lambda folder: int(folder.name.removeprefix("step-")))
 
     def begin(self, step: int, save_shards: Callable[[Path], None], state: Callable[[], RunState]) -> None:
         """Write one, but for the marker: `save_shards` gets the folder for the trainer ranks, `state` is taken after
@@ -63,7 +96,7 @@ class Checkpoints:
         if (folder / MARKER).exists():
             write_state(folder / "state.bin", state())
             return
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
         (folder / "trainer").mkdir(parents=True)
         save_shards(folder / "trainer")
         write_state(folder / "state.bin", state())
@@ -75,20 +108,21 @@ class Checkpoints:
         write_durably(self._begun / MARKER, b"")
         self._begun = None
         for old in self._complete()[: -self._keep]:
-            (old / MARKER).unlink()
-            shutil.rmtree(old)
+            _remove(old)
 
     def load(self) -> tuple[Path, RunState] | None:
-        """Trainer folder and state of the newest complete checkpoint; incomplete ones are removed."""
-        for folder in self._folder.glob("step-*"):
+        """Trainer folder and state of the newest complete checkpoint; incomplete ones are removed.
+
+        Raises:
+            ConfigError: it is damaged.
+        """
+        for folder in self._all():
             if not (folder / MARKER).exists():
-                shutil.rmtree(folder)
+                _remove(folder)
         latest = self.latest()
         if latest is None:
             return None
         try:
             return latest / "trainer", read_state(latest / "state.bin")
-        except (OSError, ValueError, struct.error) as e:
-            raise SluiceError(
-                f"{latest}/state.bin cannot be read: {e}; remove {latest} to go back one checkpoint"
-            ) from e
+        except (OSError, ValueError) as e:
+            raise ConfigError(f"{latest}/state.bin", str(e), f"remove {latest} to go back one checkpoint") from e

@@ -19,10 +19,12 @@ from typing import Literal
 
 import msgspec
 
-from runtime.config import Cluster, EngineSet, Parallel, Rollout, SiteConfig
+from runtime.config import Cluster, EngineSet, Parallel, Rollout
 from runtime.errors import ConfigError
+from runtime.site import SiteConfig
 
 Role = Literal["agent", "trainer"]
+Kind = Literal["regular", "prefill", "decode"]
 
 
 class RankSlot(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +40,8 @@ class EngineSlot(msgspec.Struct, frozen=True, kw_only=True):
     id: int
     model: str
     """The policy, or whose engines rewards ask."""
+    kind: Kind = "regular"
+    """prefill: it computes prompts alone, and what follows is for the decode engines of its node; regular: both."""
     nodes: tuple[int, ...]
     """The first is the node whose agent starts it, or speaks to it."""
     gpus: tuple[int, ...]
@@ -199,20 +203,23 @@ def _engines(cluster: Cluster, rollout: Rollout, site: SiteConfig, slots: int) -
     nodes = range(first, first + count)
     holders = nodes or range(1)
     own = [one for one in rollout.sets if not one.external]
-    left, width = _share(rollout, own, site, (slots, count)) if nodes else (0, 1)
-    span = max(1, width // slots)
+    room, width = _room(rollout, own, site, slots, count) if nodes else (0, 1)
+    span = max(1, width // slots)  # nodes that one of the policy's engines stands on
+    kinds = _kinds(rollout.prefill_per_node, span * room // width) if nodes else ()
     if own and not nodes:
         fix = "raise cluster.num_rollout_nodes, or give external addresses"
         raise ConfigError("rollout.sets", f"the {own[0].model}'s engines need rollout nodes, and there are none", fix)
     made: list[EngineSlot] = []
 
-    def add(model: str, node: int, gpus: range = range(0), url: str = "", span: int = 1) -> None:
+    def add(
+        model: str, node: int, gpus: range = range(0), url: str = "", span: int = 1, kind: Kind = "regular"
+    ) -> None:
         here, on = tuple(gpus) if site.gpus_per_node else (), tuple(range(node, node + span))
-        made.append(EngineSlot(id=len(made), model=model, nodes=on, gpus=here, url=url))
+        made.append(EngineSlot(id=len(made), model=model, kind=kind, nodes=on, gpus=here, url=url))
 
     for node in nodes[::span]:
-        for i in range(span * left // width):
-            add("policy", node, range(i * width, min((i + 1) * width, slots)), span=span)
+        for i, kind in enumerate(kinds):
+            add("policy", node, range(i * width, min((i + 1) * width, slots)), span=span, kind=kind)
     for i, url in enumerate(rollout.external):
         add("policy", holders[i % len(holders)], url=url)
     for node in nodes:
@@ -227,18 +234,29 @@ def _engines(cluster: Cluster, rollout: Rollout, site: SiteConfig, slots: int) -
     return tuple(made)
 
 
-def _share(rollout: Rollout, sets: Sequence[EngineSet], site: SiteConfig, there: tuple[int, int]) -> tuple[int, int]:
+def _kinds(num_prefill: int, count: int) -> tuple[Kind, ...]:
+    """Of the policy's engines of a node, of which there are `count`."""
+    if not num_prefill:
+        return ("regular",) * count
+    if num_prefill >= count:
+        problem = f"{num_prefill}, but a node has {count} of the policy's engines, and one must be left to decode"
+        raise ConfigError("rollout.prefill_per_node", problem, "lower it, or rollout.gpus_per_engine")
+    return ("prefill",) * num_prefill + ("decode",) * (count - num_prefill)
+
+
+def _room(rollout: Rollout, sets: Sequence[EngineSet], site: SiteConfig, slots: int, num_nodes: int) -> tuple[int, int]:
     """Slots of a node that are the policy's, and how many an engine of it takes: some of a node, or all of several.
 
     Args:
-        there: slots of a node, and nodes.
+        slots: of a node.
     """
-    slots, num_nodes = there
     taken, width = sum(one.gpus_per_engine * one.engines_per_node for one in sets), rollout.gpus_per_engine
     if width > slots - taken:
-        has = f"but a node of site {site.name!r} has {slots} {'GPUs' if site.gpus_per_node else 'CPU slots'}"
+        what = f"{'GPU' if site.gpus_per_node else 'CPU slot'}{'' if slots == 1 else 's'}"
+        has = f"but a node of site {site.name!r} has {slots} {what}"
         if not taken and (width % slots or num_nodes % (width // slots)):
-            fix = f"use at most {slots}, or as many as several nodes have, of which the {num_nodes} are a multiple"
+            whole = [str(slots * n) for n in range(2, num_nodes + 1) if num_nodes % n == 0][:8]
+            fix = f"use at most {slots}" + (f", or for engines over whole nodes {' or '.join(whole)}" if whole else "")
             raise ConfigError("rollout.gpus_per_engine", f"{width}, {has}", fix)
         if not taken:
             return slots, width

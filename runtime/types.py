@@ -31,7 +31,7 @@ Purpose = Literal["train", "eval"]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of the types below; they are encoded by `comm.messages` without pickle."""
+    """Base of the types below; they are encoded by `comm.codec` without pickle."""
 
 
 class Prompt(Record, frozen=True, kw_only=True):
@@ -139,7 +139,7 @@ class MicroBatch(Record, frozen=True, kw_only=True):
     extras: dict[str, Array] = {}
     """[T, ...]: old, reference, values, returns, ..."""
     per_seq: dict[str, Array] = {}
-    """[S]: group, answer, reward, ..."""
+    """[S]: group, answer, reward, teacher (its number), ..."""
 
     def map(self, fn: Callable[[Array], Array]) -> MicroBatch:
         """The same with `fn` applied to every array."""
@@ -188,7 +188,7 @@ class Batch(Record, frozen=True, kw_only=True):
 
 
 class Manifest(Record, frozen=True, kw_only=True):
-    """What a push carries: known without moving a weight (digests: once it was sent)."""
+    """What a push carries: known without moving a weight."""
 
     kind: Literal["full", "delta"] = "full"
     base: int = -1
@@ -200,12 +200,18 @@ class Manifest(Record, frozen=True, kw_only=True):
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     bucket_bytes: int
-    digests: dict[str, str] = {}
-    """Name -> checksum of the bytes, see comm.weights.tensors.digest."""
 
     def since(self, base: int) -> Manifest:
         """The same weights as a delta from that version; -1: whole."""
         return self if base < 0 else msgspec.structs.replace(self, kind="delta", base=base)
+
+
+class Canary(Record, frozen=True, kw_only=True):
+    """A prompt, and what the trainer's model makes of it: an engine with the same weights makes the same of it."""
+
+    tokens: tuple[int, ...]
+    logprobs: np.ndarray
+    """[T] float32, at temperature 1; 0 at the first token"""
 
 
 class GroupAddress(Record, frozen=True, kw_only=True):
@@ -228,6 +234,8 @@ class RunState(Record, frozen=True, kw_only=True):
     """Batches taken from the buffer so far: the one in training counts too."""
     evaluated: int = -1
     """Step at which the policy was evaluated last."""
+    failed: int = 0
+    """Groups dropped since the last step, as all their samples failed."""
     next_lease: int = 0
     data: dict[str, Any] = {}
     """Of the data source: epoch, cursor."""

@@ -13,17 +13,25 @@ from xdist.scheduler import LoadScopeScheduling
 from tests.tools import kill
 
 ROOT = Path(__file__).parents[1]
+TURNS = {"cluster": 0, "test_kills.py": 2, "runs": 3}
+"""Of folders and files; of all others, 1."""
 
 
-class ByFolder(LoadScopeScheduling):
-    """Where processes share the tests, a folder stays whole: its tests share what is slow to start."""
+class ByFile(LoadScopeScheduling):
+    """Where processes share the tests, files stay whole, and folders with a conftest.py: what that starts is shared."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return nodeid.split("/")[1]
+        file = Path(nodeid.partition("::")[0])
+        return str(file.parent if (ROOT / file.parent / "conftest.py").exists() else file)
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFolder:
-    return ByFolder(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
+    return ByFile(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest begins. Other whole runs come last, so that few of them meet it: they have limits of time."""
+    items.sort(key=lambda item: TURNS.get(item.path.relative_to(ROOT / "tests").parts[0], 1))
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from runtime.comm.messages import Frame
+from runtime.comm.codec import Frame
 
 ALIGNMENT: Final = 64
 """Arrays are read in place, by code that likes them aligned."""

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from runtime.comm.messages import Frame
+from runtime.comm.codec import Frame
 
 DATA: Final = 0
 BEAT: Final = 1

@@ -24,9 +24,10 @@ from typing import Any, Final
 import msgspec
 import zmq
 
+from runtime.comm.codec import Frame, decode, encode
 from runtime.comm.inbox import Inbox
 from runtime.comm.link import DATA, Envelope, Link, cost
-from runtime.comm.messages import Frame, FromAgent, ToAgent, decode, encode
+from runtime.comm.messages import FromAgent, ToAgent
 from runtime.errors import PeerLost, SluiceError, WaitTimeout
 
 BEAT_S: Final = 1.0
@@ -181,8 +182,8 @@ class _Mailbox:
         try:
             message = decode(frames, self._incoming)
         except (msgspec.MsgspecError, IndexError) as e:
-            self._drop(_name(rank), f"it cannot be read: {e}")
-            self._taken((rank, size, None))
+            # It counts as arrived and is not sent again: who waits for it would wait for its limit.
+            self._inbox.fail(SluiceError(f"a message of {_name(rank)} cannot be read: {e}"))
         else:
             self._inbox.put((rank, size, message))
 

@@ -10,6 +10,10 @@ from typing import Final
 
 from runtime.errors import ConfigError
 
+SOCKET_VARIABLES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Where gloo and NCCL look for the interface to use. Unset, they pick one by host name, which on many clusters is
+another network's."""
+
 _SIOCGIFADDR: Final = 0x8915
 _NAME_BYTES: Final = 15
 _DISCARD_PORT: Final = 9

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from runtime.comm import framing
-from runtime.comm.messages import decode, encode
+from runtime.comm.codec import decode, encode
 from runtime.errors import PMI_ADVICE, ConfigError, PeerLost, WaitTimeout
 from runtime.topology import Topology
 
@@ -134,11 +134,11 @@ class World:
 
     def broadcast(self, message: msgspec.Struct | None, kind: Any, timeout_s: float) -> Any:
         """Rank 0's message, on every rank; the others give None."""
-        return self._spread(range(self.size), message, kind, timeout_s)
+        return self._broadcast(range(self.size), message, kind, timeout_s)
 
     def trainers_broadcast(self, message: msgspec.Struct | None, kind: Any, timeout_s: float) -> Any:
         """The first trainer rank's message, on every trainer rank; the others give None."""
-        return self._spread(self._topology.trainers, message, kind, timeout_s)
+        return self._broadcast(self._topology.trainers, message, kind, timeout_s)
 
     # ---- life ----------------------------------------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class World:
                         self._comm.Iprobe(MPI.ANY_SOURCE, _NO_TAG)
                 time.sleep(_LINGER_NAP_S)
 
-    def _spread(self, ranks: Iterable[int], message: msgspec.Struct | None, kind: Any, timeout_s: float) -> Any:
+    def _broadcast(self, ranks: Iterable[int], message: msgspec.Struct | None, kind: Any, timeout_s: float) -> Any:
         first, *others = ranks
         if self.rank != first:
             return self.receive(first, kind, timeout_s)
@@ -217,11 +217,11 @@ class World:
         assert threading.get_ident() == self._owner, "only the thread that started the world may use it"
         try:
             with self._inside:
-                return self._turns(transfers, what, timeout_s)
+                return self._until_done(transfers, what, timeout_s)
         except MPI.Exception as e:  # what MPI says of a peer that died, if it says anything
             raise PeerLost(f"rank {self.rank} waited {what}, and MPI failed: {' '.join(str(e).split())[:300]}") from e
 
-    def _turns(self, transfers: dict[int, Transfer], what: str, timeout_s: float) -> dict[int, Any]:
+    def _until_done(self, transfers: dict[int, Transfer], what: str, timeout_s: float) -> dict[int, Any]:
         results = dict.fromkeys(transfers)
         start = last_moved = time.monotonic()
         while True:

@@ -7,6 +7,7 @@ a Fault, and is raised.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import traceback
@@ -43,17 +44,17 @@ from runtime.comm.messages import (
 from runtime.comm.messages import Journal as JournalMessage
 from runtime.config import DataSet
 from runtime.errors import EngineLost, SluiceError
-from runtime.rollout import keeper
 from runtime.rollout.ask import Asking, Served
 from runtime.rollout.base import EngineKind, Environment
 from runtime.rollout.external import ExternalKeeper
-from runtime.rollout.keeper import EngineSettings, EngineStart, Keeper
+from runtime.rollout.keeper import Keeper
 from runtime.rollout.part import Part
 from runtime.rollout.pool import Pool
-from runtime.rollout.process import Exited
 from runtime.rollout.sampler import Journal, Sampler
 from runtime.rollout.scoring import RewardPool
+from runtime.rollout.start import EngineSettings, EngineStart, Spawner
 from runtime.rollout.tokenizer import HfTokenizer
+from runtime.rollout.watchdog import Watchdog
 from runtime.types import Lease
 
 logger = logging.getLogger("agent")
@@ -70,10 +71,6 @@ class Mailbox(Protocol):
     async def next(self) -> ToAgent: ...
 
 
-class Spawner(keeper.Spawner, Protocol):
-    exits: asyncio.Queue[Exited]
-
-
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     node: int
     rank: int
@@ -81,6 +78,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The run's."""
     datasets: dict[str, DataSet]
     """By the name that prompts carry, evaluation sets included."""
+    places: dict[str, str] = {}
+    """Where they stand in the config."""
     tokenizer: str
     """Folder of the policy's tokenizer."""
     asked: dict[str, str] = {}
@@ -89,6 +88,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Samples that run at the same time."""
     wait_s: float
     """Bound of a sample's wait for any engine: a restart, the batch in training, a push."""
+    environment_timeout_s: float = 1800.0
+    """Of one sample."""
+    still_s: float = 60.0
+    """How long an environment or a reward may go without `await`."""
     engines: tuple[EngineStart, ...]
     engine: EngineSettings
 
@@ -116,7 +119,7 @@ async def serve(settings: Settings, mailbox: Mailbox, spawner: Spawner, kinds: K
         trace = "".join(traceback.format_exception(first))
         message = str(first) or type(first).__name__
         mailbox.send(Fault(node=settings.node, kind=fault, message=message, traceback=trace))
-        raise first from None
+        raise first from first.__cause__
 
 
 def _first(error: BaseException) -> BaseException:
@@ -131,10 +134,13 @@ class _Agent:
         self, settings: Settings, mailbox: Mailbox, spawner: Spawner, kinds: Kinds, rewards: RewardPool
     ) -> None:
         self._settings, self._mailbox, self._spawner, self._rewards = settings, mailbox, spawner, rewards
-        pool = Pool(settings.wait_s)
+        self._prefills = {start.id for start in settings.engines if start.kind == "prefill"}
+        prefills = Pool(settings.wait_s, "a prompt")
+        pool = Pool(settings.wait_s, needs=prefills if self._prefills else None)
         pools = {name: Pool(settings.engine.start_s, f"a question to the {name}") for name in settings.asked}
         self._asked = {
-            name: Served(pool=pools[name], tokenizer=HfTokenizer(path)) for name, path in settings.asked.items()
+            name: Served(pool=pools[name], tokenizer=HfTokenizer(path, quotes=True))
+            for name, path in settings.asked.items()
         }
         pools["policy"] = pool
         self._keepers: dict[int, Keeper] = {}
@@ -145,13 +151,19 @@ class _Agent:
                 self._parts[start.id] = Part(start, settings.engine, kinds[start.model], spawner, mailbox.send)
                 continue
             make = ExternalKeeper if start.url else Keeper
-            which = kinds[start.model], spawner, pools[start.model]
-            self._keepers[start.id] = make(start, settings.engine, *which, mailbox.send)
+            kind, its_pool = kinds[start.model], prefills if start.kind == "prefill" else pools[start.model]
+            kind = kind.fed_by(prefills) if start.kind == "decode" else kind
+            self._keepers[start.id] = make(start, settings.engine, kind, spawner, its_pool, mailbox.send)
         self._sampler = Sampler(
             seed=settings.seed,
             pool=pool,
             permits=asyncio.Semaphore(settings.max_concurrent),
-            environments={name: _environment(dataset) for name, dataset in settings.datasets.items()},
+            environments={
+                name: _environment(dataset, settings.places.get(name, name))
+                for name, dataset in settings.datasets.items()
+            },
+            names={name: dataset.environment for name, dataset in settings.datasets.items()},
+            timeout_s=settings.environment_timeout_s,
             tokenizer=HfTokenizer(settings.tokenizer),
             rewards=rewards,
         )
@@ -164,7 +176,8 @@ class _Agent:
         await self._rewards.attach(partial(Asking, self._asked, self._settings.seed))
         try:
             async with asyncio.TaskGroup() as tasks:
-                services = [tasks.create_task(self._rewards.listen()), tasks.create_task(self._hear_of_exits())]
+                services = [tasks.create_task(Watchdog(self._settings.still_s).tick())]
+                services += [tasks.create_task(self._rewards.listen()), tasks.create_task(self._hear_of_exits())]
                 services += [tasks.create_task(k.keep()) for k in self._keepers.values()]
                 orders: set[asyncio.Task[None]] = set()
                 while not isinstance(message := await self._mailbox.next(), StopAgent):
@@ -240,13 +253,13 @@ class _Agent:
             case Connect():
                 failures = await _all(order.ranks, lambda e: self._keepers[e].connect(order.address, order.ranks[e]))
             case Receive():
-                failures = await _all(
-                    order.engines, lambda e: self._keepers[e].receive(order.manifest, order.version, order.source)
-                )
+                failures = await _all(order.engines, lambda e: self._receive(e, order))
             case Take():
                 failures = await _all(order.handles, lambda e: self._keepers[e].take(order))
             case Commit():
-                failures = await _all(order.engines, lambda e: commit(e, order))
+                # Prefill engines first, since decode engines prove themselves by them.
+                failures = await _all(self._prefills.intersection(order.engines), lambda e: commit(e, order))
+                failures |= await _all(set(order.engines) - self._prefills, lambda e: commit(e, order))
             case Disconnect():
                 failures = await _all(order.engines, lambda e: self._keepers[e].disconnect(order.group))
             case SleepEngines():
@@ -254,6 +267,15 @@ class _Agent:
             case WakeEngines():
                 failures = await _all(order.engines, lambda e: self._keepers[e].wake(serve=order.serve))
         self._mailbox.send(Reply(request=order.request, failures=failures, mismatched=mismatched))
+
+    async def _receive(self, engine: int, order: Receive) -> None:
+        try:
+            await self._keepers[engine].receive(order.manifest, order.version, order.source)
+        except EngineLost:
+            if order.manifest.via == "group":  # its other members shall not wait for one that takes nothing more
+                with contextlib.suppress(EngineLost):
+                    await self._keepers[engine].disconnect(order.source)
+            raise
 
 
 async def _all(engines: Iterable[int], do: Callable[[int], Coroutine[Any, Any, None]]) -> dict[int, str]:
@@ -271,6 +293,6 @@ async def _all(engines: Iterable[int], do: Callable[[int], Coroutine[Any, Any, N
     return {e: reason for e, reason in zip(engines, reasons, strict=True) if reason}
 
 
-def _environment(dataset: DataSet) -> Environment:
-    options = dataset.environment_options
-    return plugins.build("environment", dataset.environment, options, "environment", "environment_options")
+def _environment(dataset: DataSet, place: str) -> Environment:
+    places = f"{place}.environment", f"{place}.environment_options"
+    return plugins.build("environment", dataset.environment, dataset.environment_options, *places)

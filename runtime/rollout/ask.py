@@ -8,10 +8,9 @@ limits, and a judge that is started anew shall not cost the answers that wait fo
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,31 +18,10 @@ from msgspec.structs import replace
 
 from runtime.errors import EngineLost
 from runtime.rollout.base import GREEDY, Tokenizer
+from runtime.rollout.clock import Clock
 from runtime.rollout.pool import Pool
 from runtime.rollout.sampler import go_on, seed_of
 from runtime.types import Completion, Prompt, SamplingParams
-
-
-class Clock:
-    """The time that is left to a reward."""
-
-    def __init__(self, limit: asyncio.Timeout) -> None:
-        self._limit, self._waiting, self._left_s = limit, 0, 0.0
-
-    @contextlib.contextmanager
-    def still(self) -> Iterator[None]:
-        """Stands still while any question waits in here."""
-        now = asyncio.get_running_loop().time
-        if not self._waiting and (end := self._limit.when()) is not None:
-            self._left_s = end - now()
-            self._limit.reschedule(None)
-        self._waiting += 1
-        try:
-            yield
-        finally:
-            self._waiting -= 1
-            if not self._waiting:
-                self._limit.reschedule(now() + self._left_s)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,12 +11,16 @@ A plugin file in engines/, environments/ or rewards/ defines `Config` (a frozen 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 import numpy as np
 
+from runtime.topology import Kind
 from runtime.types import Completion, GroupAddress, Manifest, Prompt, Sample, SamplingParams
+
+if TYPE_CHECKING:
+    from runtime.rollout.pool import Pool
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,6 +113,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """Folder of its model."""
     dtype: str
     """float32 or bfloat16: it holds weights of this dtype, as the trainer sends them."""
+    float32_output: bool = False
+    """Its logits are computed in float32, as the trainer's are."""
     host: str
     """Address it listens on."""
     token_file: str
@@ -129,6 +135,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """Trainer ranks have its GPUs while it sleeps."""
     is_frozen: bool = False
     """Nothing is pushed to it: it reads its weights itself when it starts, and keeps them while it sleeps."""
+    kind: Kind = "regular"
 
 
 class EngineKind(Protocol):
@@ -140,17 +147,34 @@ class EngineKind(Protocol):
     """Whether an engine may stand on several nodes, one process tree on each."""
     takes_handles: bool
     """Whether it maps memory that trainer ranks share with it: comm.weights.handles."""
+    splits: bool
+    """Whether prompts and what follows them can be computed by engines of their own, prefill and decode."""
 
     def command(self, launch: Launch) -> list[str]:
         """argv of the server.
 
         No port is raced for. Either the server listens on an inherited socket, whose number the spawner puts where the
-        argv says process.SOCKET_FD; or it binds ports that the spawner holds for it, process.PORT (where it answers)
-        and process.PEER_PORT.
+        argv says spawning.SOCKET_FD; or it binds ports that the spawner holds for it, spawning.PORT (where it answers)
+        and spawning.PEER_PORT.
         """
         ...
 
     def client(self, *, url: str, token: str, timeout_s: float) -> Engine: ...
+
+    def fed_by(self, prefills: Pool) -> EngineKind:
+        """Of decode engines: their clients have prompts computed by these, and score with them. Only where it splits.
+
+        While none of them is there, `generate` waits and `score` raises ValueError.
+        """
+        ...
+
+    def lacks(self, model: Mapping[str, Any]) -> str:
+        """What one that is started here has not that this model needs; empty: nothing, as far as its config.json tells.
+
+        Args:
+            model: its config.json.
+        """
+        ...
 
     def takes_deltas(self, model: Mapping[str, Any]) -> bool:
         """Whether one that is started here, with these options, can be pushed comm.weights.delta.
@@ -160,11 +184,14 @@ class EngineKind(Protocol):
         """
         ...
 
-    def check(self, where: str) -> None:
+    def check(self, where: str) -> list[str]:
         """Before a run is submitted: whether what the server needs is there. Fast, and without starting anything.
 
         Args:
             where: how an error names the place of the kind's options.
+
+        Returns:
+            Warnings: what could not be looked at.
 
         Raises:
             ConfigError: it is not.
@@ -173,6 +200,14 @@ class EngineKind(Protocol):
 
     def check_sleep(self, where: str) -> None:
         """As `check`, whether a server on a GPU can give its memory back."""
+        ...
+
+    def check_group(self, where: str) -> None:
+        """As `check`, whether its ranks on GPUs and the trainer's can be members of one process group."""
+        ...
+
+    def check_split(self, where: str) -> None:
+        """As `check`, whether prefill engines can hand over what they computed. Only where it splits."""
         ...
 
 

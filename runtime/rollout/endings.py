@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+from runtime.errors import brief
+
 LOG_LINES = 5
 
 
@@ -17,4 +19,4 @@ def end_of(log: str) -> str:
     """The last lines of a log: why an engine ended, or does not answer."""
     path = Path(log)
     lines = path.read_text(errors="replace").splitlines()[-LOG_LINES:] if path.is_file() else []
-    return f"; the end of {log}:\n" + "\n".join(lines) if lines else ""
+    return f"; the end of {log}:\n" + brief("\n".join(lines)) if lines else ""

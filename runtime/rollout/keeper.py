@@ -10,110 +10,26 @@ An engine of another model than the policy is in the pool as soon as it answers:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
-import msgspec
-
-from runtime.comm.messages import Canary, EngineBegun, EngineDown, EngineReady, Take
-from runtime.errors import EngineLost
-from runtime.rollout.base import Engine, EngineKind, Launch
+from runtime.comm.messages import EngineBegun, EngineDown, EngineReady, Take
+from runtime.errors import EXIT_CODES, ConfigError, EngineLost
+from runtime.rollout.base import Engine, EngineKind
 from runtime.rollout.endings import end_of, how_it_ended
 from runtime.rollout.pool import Pool, Running
-from runtime.rollout.process import Started
-from runtime.rollout.proof import off_canary, other_bytes
-from runtime.types import GroupAddress, Manifest
+from runtime.rollout.proof import off_canary, off_prefill, other_bytes
+from runtime.rollout.start import GRACE_S, EngineSettings, EngineStart, Spawner
+from runtime.types import Canary, GroupAddress, Manifest
 
 POLL_S = 0.1
 PROBE_S = 5.0
 """Between probes of a silent engine; also the bound of one."""
 EXIT_S = 0.5
 """For word of an exit after a call failed: it says more than a broken connection."""
-GRACE_S = 5.0
-"""From TERM to KILL."""
 ABORT_S = 0.02
 """For answers of aborted requests to arrive."""
-
-
-class Spawner(Protocol):
-    """What a keeper needs of process.Spawner."""
-
-    async def start(self, name: str, argv: Sequence[str], env: Mapping[str, str], log: str, host: str) -> Started: ...
-
-    async def stop(self, name: str, grace_s: float) -> None: ...
-
-
-class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How the engines of this agent are started and watched."""
-
-    host: str
-    """Address they listen on."""
-    log_dir: str
-    token_file: str
-    dtype: str
-    """Of the weights, as the trainer sends them."""
-    threads: int
-    deterministic: bool
-    pause: str
-    """sync.pause"""
-    call_s: float
-    """Bound of one completion."""
-    order_s: float
-    """Bound of an order: to join a group, to take weights, to compare them."""
-    start_s: float
-    """Bound from the start of its process to its first answer."""
-    silence_s: float
-    """An engine that has not answered for so long hangs."""
-    restarts: int
-    """Of one slot, without a finished group in between."""
-    sleeps: bool = False
-    """It takes turns with trainer ranks, and begins asleep: not started."""
-
-
-class EngineStart(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine."""
-
-    id: int
-    model: str
-    """Role of its model, such as policy."""
-    path: str
-    """Folder of the model."""
-    num_gpus: int = 0
-    """0: it runs on a CPU."""
-    num_ranks: int = 1
-    """That its model is cut over, where it can be."""
-    num_nodes: int = 1
-    node_rank: int = 0
-    """Above 0: this is a part of an engine that the agent of its first node keeps."""
-    env: dict[str, str]
-    """All of its environment, visible devices included."""
-    url: str = ""
-    """Of one that somebody else runs."""
-    token_file: str = ""
-    """What it wants as bearer token; empty: nothing."""
-
-    @property
-    def is_frozen(self) -> bool:
-        """Nothing is pushed to it."""
-        return self.model != "policy"
-
-    def launch(self, s: EngineSettings, address: str = "") -> Launch:
-        return Launch(
-            model=self.path,
-            dtype=s.dtype,
-            host=s.host,
-            token_file=s.token_file,
-            num_gpus=self.num_gpus,
-            num_ranks=self.num_ranks,
-            num_nodes=self.num_nodes,
-            node_rank=self.node_rank,
-            address=address,
-            threads=s.threads,
-            deterministic=s.deterministic,
-            sleeps=s.sleeps,
-            is_frozen=self.is_frozen,
-        )
 
 
 class Keeper:
@@ -131,8 +47,11 @@ class Keeper:
         self._starts = 0
         self._restarts = 0
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Why this start is lost; its Running waits for it too, so that calls under way end with it."""
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """How the process of this start ended."""
+        self._has_answered = self._is_refused = False
+        """It was up once; and the first process of it said that something is to be changed."""
         self._running: Running | None = None
         """The engine that answers; None while it is started."""
         self._can: tuple[str, ...] = ()
@@ -158,6 +77,8 @@ class Keeper:
 
         Raises:
             EngineLost: it was restarted as often as allowed, and lost again.
+            ConfigError: it ended as programs do of which something is to be changed (exit code 2, also SGLang's for
+                options that it does not know) before it ever answered.
         """
         while True:
             await self._may_run.wait()
@@ -177,6 +98,7 @@ class Keeper:
         """A process ended; that of an earlier start, or said again, is no news."""
         if process == self.process and not self._ended.done():
             reason = f"the engine {how_it_ended(code, self.log)}"
+            self._is_refused = code == EXIT_CODES["config"] and not self._has_answered
             self._ended.set_result(reason)
             self._lose(reason)
 
@@ -219,7 +141,7 @@ class Keeper:
                 while not await self._answers(running):
                     await running.loss(POLL_S)
                 description = await running.call(engine.describe())
-            self._running = running
+            self._running, self._has_answered = running, True
         except TimeoutError:
             raise EngineLost(f"engine {start.id} did not answer within {s.start_s:g} s{end_of(self.log)}") from None
         finally:
@@ -261,7 +183,8 @@ class Keeper:
         """
         try:
             async with asyncio.timeout(PROBE_S):
-                return await running.call(running.engine.health())
+                await running.call(_well(running.engine))
+                return True
         except TimeoutError:
             return False
         except EngineLost:
@@ -275,14 +198,21 @@ class Keeper:
         self._pool.withdraw(id)
         await asyncio.wait([self._ended], timeout=EXIT_S)
         reason = self._ended.result() if self._ended.done() else reason
+        if self._is_refused:
+            raise ConfigError(f"engine {id}", reason, "change what it names: it would end so each time")
         self._restarts += 1
-        self._report(EngineDown(engine=id, reason=reason, restarts=self._restarts))
-        if self._restarts > self._settings.restarts:
-            times = f"{self._restarts} times without a finished group in between"
-            raise EngineLost(f"engine {id} was lost {times}; the last time: {reason}")
+        self._tell(reason)
         await self._spawner.stop(self.process, GRACE_S)
         if running is not None:
             await running.engine.close()
+
+    def _tell(self, reason: str) -> None:
+        """Report its loss, and raise it if it was once too many."""
+        id, times = self._start.id, self._restarts
+        self._report(EngineDown(engine=id, reason=reason, restarts=times))
+        if times > self._settings.restarts:
+            lost = f"engine {id} was lost {times} times without a finished group in between"
+            raise EngineLost(f"{lost}; the last time: {reason}")
 
     # ---- orders; each raises EngineLost
 
@@ -325,7 +255,8 @@ class Keeper:
             if not differ:
                 await running.engine.resume()
             if canary is not None and not differ:
-                differ = await off_canary(running.engine, canary, self._settings.dtype)
+                proof = off_prefill if self._start.kind == "decode" else off_canary
+                differ = await proof(running.engine, canary, self._settings.dtype)
             if not differ:
                 self._pool.admit(running)
 
@@ -333,8 +264,8 @@ class Keeper:
         return differ
 
     async def sleep(self) -> None:
-        """Take the engine out of the pool and let it give its memory back. One that is being started is waited for;
-        one that is down stays down until `wake`."""
+        """Take the engine out of the pool and let it give its memory back. One that is being started is waited for, and
+        one that does not give it is ended; one that is down, or ended so, stays down until `wake`."""
         self._may_run.clear()
         while self._is_starting:
             await asyncio.sleep(POLL_S)
@@ -349,8 +280,19 @@ class Keeper:
             await running.engine.pause("abort")
             await running.engine.sleep()
 
-        if self._running is not None:
-            await self._order(work)
+        if (running := self._running) is not None:
+            try:
+                return await self._order(work)
+            except EngineLost as e:
+                running.lose(str(e))
+                await self._is_gone()
+                raise
+        if self._starts:
+            await self._is_gone()
+
+    async def _is_gone(self) -> None:
+        """Its process, and so its memory."""
+        await asyncio.wait([self._ended], timeout=GRACE_S + EXIT_S + PROBE_S)
 
     async def wake(self, *, serve: bool) -> None:
         """Let the engine have its memory again; see Engine.wake. One that is down is started when it is to serve."""
@@ -372,19 +314,24 @@ class Keeper:
             raise
         self._pool.admit(running)
 
-    async def _order(self, work: Callable[[Running], Awaitable[None]]) -> None:
+    async def _order(self, work: Callable[[Running], Coroutine[Any, Any, None]]) -> None:
         async with self._orders:
             running = self._running
             if running is None:
                 raise EngineLost(f"engine {self._start.id} is being started")
-
-            async def run() -> None:
-                await work(running)
-
             try:
                 async with asyncio.timeout(self._settings.order_s):
-                    await running.call(run())
+                    await running.call(work(running))
             except TimeoutError:
                 reason = f"the engine did not carry out an order within {self._settings.order_s:g} s"
                 running.lose(reason)
                 raise EngineLost(reason) from None
+
+
+async def _well(engine: Engine) -> None:
+    """
+    Raises:
+        EngineLost: it does not answer, or says that it is not well: neither shows that it lives.
+    """
+    if not await engine.health():
+        raise EngineLost("it is not well")

@@ -18,7 +18,7 @@ from runtime.comm.messages import EngineBegun, PartDown
 from runtime.errors import EngineLost
 from runtime.rollout.base import EngineKind
 from runtime.rollout.endings import how_it_ended
-from runtime.rollout.keeper import GRACE_S, EngineSettings, EngineStart, Spawner
+from runtime.rollout.start import GRACE_S, EngineSettings, EngineStart, Spawner
 
 
 class Part:

@@ -80,13 +80,14 @@ class Running:
 class Pool:
     """Which engine takes the next completion."""
 
-    def __init__(self, wait_s: float, who: str = "a sample") -> None:
+    def __init__(self, wait_s: float, who: str = "a sample", needs: Pool | None = None) -> None:
         """
         Args:
             wait_s: bound on the wait for any engine, long enough for a restart and a push.
             who: waits.
+            needs: engines of which these need one too, whichever it is.
         """
-        self._wait_s, self._who = wait_s, who
+        self._wait_s, self._who, self._needs = wait_s, who, needs
         self._members: dict[int, Running] = {}
         self._some = asyncio.Event()
 
@@ -96,11 +97,19 @@ class Pool:
             self._members[running.id] = running
             self._some.set()
 
+    @property
+    def is_empty(self) -> bool:
+        return self._drop_lost()
+
     def withdraw(self, id: int) -> None:
         """Nothing new goes to this engine; what it is at goes on."""
         self._members.pop(id, None)
         if not self._members:
             self._some.clear()
+
+    def _lacks(self) -> Pool | None:
+        """What has no engine that is needed now: this, or what it needs."""
+        return self if self._drop_lost() else self._needs and self._needs._lacks()
 
     async def _wait(self) -> None:
         try:
@@ -122,8 +131,8 @@ class Pool:
         Raises:
             WaitTimeout: no engine came into the pool in time.
         """
-        while self._drop_lost():
-            await self._wait()
+        while (lacks := self._lacks()) is not None:
+            await lacks._wait()
         lightest = min(self._members.values(), key=lambda r: (r.load, r.id))
         at_home = self._members.get(home) if home is not None else None
         return at_home if at_home is not None and at_home.load <= lightest.load + slack else lightest

@@ -20,7 +20,7 @@ import sys
 import time
 from collections import deque
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -29,6 +29,8 @@ from runtime.config import DataSet
 from runtime.rollout.base import PlainReward
 
 PR_SET_PDEATHSIG = 1
+LARGEST: Final = 1e30
+"""Of a reward: advantages, sums and spreads of such are finite, in float32 too."""
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
@@ -36,6 +38,13 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
 
     reward: float | None
     reason: str = ""
+
+
+def verdict(value: float, module: str) -> Verdict:
+    """Of what the reward of a module gave."""
+    if abs(value) <= LARGEST:
+        return Verdict(value)
+    return Verdict(None, f"the reward {module} gave {value}, which is no number from {-LARGEST:g} to {LARGEST:g}")
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,10 +206,14 @@ def _work(pipe: Connection, rewards: dict[str, PlainReward], agent: socket.socke
     """A worker's life; it ends with its host."""
     agent.close()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    own = os.getpid()
     while os.getppid() == host_pid:  # the host may have died before the line above
         job = msgspec.msgpack.decode(pipe.recv_bytes(), type=Job)
         for text in job.texts:
-            pipe.send_bytes(msgspec.msgpack.encode(_verdict(rewards[job.dataset], text, job.answer)))
+            made = _verdict(rewards[job.dataset], text, job.answer)
+            if os.getpid() != own:  # the reward forked, and this is the child
+                os._exit(1)
+            pipe.send_bytes(msgspec.msgpack.encode(made))
 
 
 def _verdict(reward: PlainReward, text: str, answer: Any) -> Verdict:
@@ -208,7 +221,7 @@ def _verdict(reward: PlainReward, text: str, answer: Any) -> Verdict:
         value = float(reward(text, answer))
     except Exception as e:  # whatever a user's reward raises fails this text only
         return Verdict(None, f"the reward raised {type(e).__name__}: {e}")
-    return Verdict(value) if math.isfinite(value) else Verdict(None, f"the reward is {value}")
+    return verdict(value, getattr(reward, "__module__", type(reward).__module__))
 
 
 def main() -> None:
@@ -216,6 +229,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     agent = socket.socket(fileno=int(sys.argv[1]))
+    sys.path[:] = sys.argv[2:]  # modules are found as the agent finds them; programs of a reward inherit nothing of it
     host = Host(agent, msgspec.msgpack.decode(read_frame(agent), type=Setup))
     try:
         host.run()

@@ -8,18 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
+import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from runtime.errors import EngineLost, WaitTimeout
+from runtime.comm.codec import decode, encode
+from runtime.errors import EngineLost, WaitTimeout, brief
+from runtime.rollout import watchdog
 from runtime.rollout.base import Environment, Tokenizer
+from runtime.rollout.clock import Clock
 from runtime.rollout.pool import Pool
 from runtime.rollout.scoring import RewardPool
 from runtime.types import Completion, Group, Lease, Prompt, Sample, SamplingParams
 
+logger = logging.getLogger("agent")
+
+MAX_TRACEBACKS = 20
+"""Of environments, in one agent's log."""
 Journal = list[list[Completion]]
 """Per sample, the completions made so far; one with finish "abort" is the start of the one that is being made."""
 
@@ -73,6 +84,12 @@ class Sampler:
     """By data set."""
     tokenizer: Tokenizer
     rewards: RewardPool
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Of the environments, by data set."""
+    timeout_s: float = 1800.0
+    """Of an environment, for one sample."""
+    told: set[str] = field(default_factory=set)
+    """Failures of environments whose traceback is in the log."""
 
     async def run(self, lease: Lease, journal: Journal) -> Group:
         """The lease's group.
@@ -83,24 +100,37 @@ class Sampler:
         Raises:
             WaitTimeout: no engine was ready in time.
         """
-        turns = _Turns(self, lease, journal)
+        leased = _Leased(self, lease, journal)
         async with asyncio.TaskGroup() as tasks:
-            played = [tasks.create_task(self._play(turns, index)) for index in range(lease.num_samples)]
+            played = [tasks.create_task(self._play(leased, index)) for index in range(lease.num_samples)]
         samples = await self._rewarded(lease.prompt, [sample for task in played for sample in task.result()])
         return Group(lease=lease.number, prompt=lease.prompt, samples=tuple(samples), version=lease.version)
 
-    async def _play(self, turns: _Turns, index: int) -> list[Sample]:
-        prompt = turns.lease.prompt
+    async def _play(self, leased: _Leased, index: int) -> list[Sample]:
+        prompt = leased.lease.prompt
+        name = f"the environment {self.names.get(prompt.dataset, '')}".rstrip()
         async with self.permits:
+            limit = asyncio.timeout(self.timeout_s)
             try:
-                environment = self.environments[prompt.dataset]
-                samples = await environment.run(prompt, index, turns.of(index), self.tokenizer)
+                with watchdog.running(f"{name}, prompt {prompt.id}"):
+                    async with limit:
+                        environment, generate = self.environments[prompt.dataset], leased.generate(index, Clock(limit))
+                        samples = await environment.run(prompt, index, generate, self.tokenizer)
+                problem = _problem(samples, prompt, index)
             except WaitTimeout:
                 raise
-            except Exception as e:  # whatever a user's environment raises fails its sample only
-                return [_failed(prompt, index, f"the environment raised {type(e).__name__}: {e}")]
-        problem = _problem(samples)
-        return [_failed(prompt, index, problem)] if problem else samples
+            except (Exception, SystemExit) as e:  # whatever a user's environment raises fails its sample only
+                problem = f" raised {type(e).__name__}: {e}"
+                if limit.expired():
+                    problem = f" took longer than {self.timeout_s:g} s (rollout.environment_timeout_s)"
+                self._tell(f"{name}{problem}", e)
+                return [_failed(prompt, index, f"{name}{problem}")]
+        return [_failed(prompt, index, f"{name} returned {problem}")] if problem else samples
+
+    def _tell(self, problem: str, error: BaseException | None = None) -> None:
+        if brief(problem) not in self.told and len(self.told) < MAX_TRACEBACKS:
+            self.told.add(brief(problem))
+            logger.warning("%s; this sample fails", problem, exc_info=error)
 
     async def _rewarded(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Sample]:
         """An answer is rewarded for its last segment; its other segments carry the same reward."""
@@ -114,32 +144,35 @@ class Sampler:
             if verdict is None:
                 out.append(sample)
             elif verdict.reward is None:
-                out.append(replace(sample, status="failed", reason=verdict.reason, trainable=False))
+                if verdict.reason != brief(verdict.reason):
+                    self._tell(verdict.reason)
+                out.append(replace(sample, status="failed", reason=brief(verdict.reason), trainable=False))
             else:
                 out.append(replace(sample, reward=verdict.reward))
         return out
 
 
-class _Turns:
-    """Makes the `generate` of each sample of one lease."""
+class _Leased:
+    """One lease under way: makes the `generate` of each of its samples."""
 
     def __init__(self, sampler: Sampler, lease: Lease, journal: Journal) -> None:
         self._sampler, self.lease, self._journal = sampler, lease, journal
         self._home: int | None = None
 
-    def of(self, index: int) -> _Generate:
-        return _Generate(self, index, self._journal[index])
+    def generate(self, index: int, clock: Clock) -> _Generate:
+        return _Generate(self, index, self._journal[index], clock)
 
     def seed(self, index: int, turn: int) -> int:
         return seed_of(self._sampler.seed, self.lease.prompt.id, index, turn)
 
-    async def sample(self, tokens: Sequence[int], params: SamplingParams) -> Completion:
+    async def sample(self, clock: Clock, tokens: Sequence[int], params: SamplingParams) -> Completion:
         """By any engine. When it is lost the next one starts over: nothing of the lost one's answer is used.
 
         How often that may happen is bounded by the restarts of engines.
         """
         while True:
-            running = await self._sampler.pool.pick(self._home, self.lease.num_samples)
+            with clock.still():
+                running = await self._sampler.pool.pick(self._home, self.lease.num_samples)
             self._home = running.id
             try:
                 with running.busy():
@@ -154,28 +187,48 @@ class _Turns:
 class _Generate:
     """`generate` of one sample, for one call after the other."""
 
-    def __init__(self, turns: _Turns, index: int, journal: list[Completion]) -> None:
-        self._turns, self._index, self._journal = turns, index, journal
+    def __init__(self, leased: _Leased, index: int, journal: list[Completion], clock: Clock) -> None:
+        self._leased, self._index, self._journal = leased, index, journal
+        self._draw = partial(leased.sample, clock)
         self._turn = 0
 
     async def __call__(self, tokens: Sequence[int]) -> Completion:
         turn, self._turn = self._turn, self._turn + 1
-        params = replace(self._turns.lease.params, seed=self._turns.seed(self._index, turn))
+        params = replace(self._leased.lease.params, seed=self._leased.seed(self._index, turn))
         made = self._journal[turn] if turn < len(self._journal) else None
         while made is None or made.finish == "abort":
-            made = await go_on(self._turns.sample, tokens, made, params)
+            made = await go_on(self._draw, tokens, made, params)
             self._journal[turn:] = [made]
         return made
 
 
-def _problem(samples: Sequence[Sample]) -> str:
+ARRAYS = {"tokens": np.int32, "loss_mask": np.bool_, "logprobs": np.float32}
+"""Of a sample, each [T]."""
+
+
+def _problem(samples: Any, prompt: Prompt, index: int) -> str:
     """What is wrong with an environment's answer; empty if nothing."""
     if not samples:
-        return "the environment returned no sample"
+        return "no sample"
+    if not isinstance(samples, list | tuple) or not all(isinstance(s, Sample) for s in samples):
+        return f"no list of samples, but {samples!r:.80}"
     for s in samples:
+        for name, dtype in ARRAYS.items():
+            array: Any = getattr(s, name)
+            if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
+                told = f"{array.dtype} array" if isinstance(array, np.ndarray) else type(array).__name__
+                return f"a sample whose {name} are no flat {np.dtype(dtype)} array, but a {told}"
         if not len(s.tokens) == len(s.loss_mask) == len(s.logprobs):
             lengths = f"{len(s.tokens)} tokens, {len(s.loss_mask)} mask bits, {len(s.logprobs)} log-probs"
-            return f"the environment returned a sample with {lengths}"
+            return f"a sample with {lengths}"
+        if (s.prompt_id, s.index) != (prompt.id, index):
+            return f"a sample {s.index} of prompt {s.prompt_id}, where {index} of {prompt.id} was asked for"
+        try:
+            decode(encode(s), Sample)
+        except (msgspec.MsgspecError, NotImplementedError, OverflowError, TypeError, ValueError) as e:
+            return f"a sample that cannot be sent: {e}"
+    if (segments := [s.segment for s in samples]) != list(range(len(samples))):
+        return f"segments {segments}, which are numbered 0, 1, 2, ..."
     return ""
 
 
@@ -189,6 +242,6 @@ def _failed(prompt: Prompt, index: int, reason: str) -> Sample:
         logprobs=np.zeros(0, np.float32),
         versions=(),
         status="failed",
-        reason=reason,
+        reason=brief(reason),
         trainable=False,
     )

@@ -6,24 +6,28 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
+import signal
 import socket
 import struct
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final
 
 import msgspec
 
 from runtime import plugins
 from runtime.config import DataSet
-from runtime.errors import SluiceError, WaitTimeout
+from runtime.errors import PeerLost, SluiceError, WaitTimeout
+from runtime.rollout import watchdog
 from runtime.rollout.base import Ask, Reward
-from runtime.rollout.reward_host import Job, Setup, Verdict, Verdicts, frame, read_frame, send_frame
+from runtime.rollout.reward_host import Job, Setup, Verdict, Verdicts, frame, read_frame, send_frame, verdict
 from runtime.types import Prompt, Sample
 
 START_S = 60.0
+NOWHERE: Final[Mapping[str, str]] = MappingProxyType({})
 
 AskOf = Callable[[Prompt, asyncio.Timeout], Ask]
 
@@ -41,31 +45,42 @@ class RewardPool:
         self._ask_of: AskOf | None = None
 
     @classmethod
-    def start(cls, datasets: Mapping[str, DataSet], num_workers: int, timeout_s: float) -> RewardPool:
+    def start(
+        cls, datasets: Mapping[str, DataSet], num_workers: int, timeout_s: float, places: Mapping[str, str] = NOWHERE
+    ) -> RewardPool:
         """Build the rewards of these data sets and start the processes of the plain ones.
 
+        Args:
+            places: where the data sets stand in the config, for errors.
+
         Raises:
-            WaitTimeout: the workers did not start.
+            ConfigError: a reward cannot be built.
+            WaitTimeout: the workers did not start in time.
+            PeerLost: the host process was killed.
+            SluiceError: it ended.
         """
-        here = {name: reward for name, dataset in datasets.items() if (reward := _awaiting(dataset))}
+        built = {name: _awaiting(dataset, places.get(name, name)) for name, dataset in datasets.items()}
+        here = {name: reward for name, reward in built.items() if reward}
         plain = {name: dataset for name, dataset in datasets.items() if name not in here}
         ours, theirs = socket.socketpair()
         host = subprocess.Popen(
-            [sys.executable, "-m", "runtime.rollout.reward_host", str(theirs.fileno())],
+            [sys.executable, "-m", "runtime.rollout.reward_host", str(theirs.fileno()), *sys.path],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         theirs.close()
         ours.settimeout(START_S)
-        send_frame(ours, Setup(datasets=plain, num_workers=num_workers, timeout_s=timeout_s))
         try:
+            send_frame(ours, Setup(datasets=plain, num_workers=num_workers, timeout_s=timeout_s))
             started = read_frame(ours)
         except TimeoutError:
+            host.kill()
+            raise WaitTimeout(f"the reward workers did not start within {START_S:g} s, see the log") from None
+        except ConnectionError:
             started = b""
         if not started:
-            host.kill()
-            raise WaitTimeout(f"the agent waited {START_S:g} s for its reward workers; they did not start, see the log")
+            raise _lost(host)
         return cls(here, host, ours, timeout_s)
 
     async def attach(self, ask_of: AskOf) -> None:
@@ -81,7 +96,8 @@ class RewardPool:
         """Take in verdicts, as long as the agent runs.
 
         Raises:
-            SluiceError: the host process ended.
+            PeerLost: the host process was killed.
+            SluiceError: it ended.
         """
         reader, _ = self._attached()
         try:
@@ -91,8 +107,8 @@ class RewardPool:
                 future = self._waiting.pop(made.number)
                 if not future.done():
                     future.set_result(made.verdicts)
-        except asyncio.IncompleteReadError as e:
-            raise SluiceError(f"the reward host ended (exit code {self._host.poll()}), see the log") from e
+        except (asyncio.IncompleteReadError, ConnectionError) as e:
+            raise _lost(self._host) from e
 
     async def score(self, samples: Sequence[Sample], texts: Sequence[str], prompt: Prompt) -> list[Verdict]:
         """One verdict a sample; `texts` are their sampled texts."""
@@ -114,16 +130,20 @@ class RewardPool:
         self, reward: Reward, samples: Sequence[Sample], texts: Sequence[str], prompt: Prompt
     ) -> list[Verdict]:
         assert self._ask_of is not None, "attach comes first"
+        limit = asyncio.timeout(self._timeout_s)
         try:
-            async with asyncio.timeout(self._timeout_s) as limit:
-                values = await reward.score(samples, texts, prompt, self._ask_of(prompt, limit))
-        except TimeoutError:
-            return [Verdict(None, f"the reward took longer than {self._timeout_s:g} s")] * len(samples)
-        except Exception as e:  # whatever a user's reward raises fails this group only
-            return [Verdict(None, f"the reward raised {type(e).__name__}: {e}")] * len(samples)
-        if len(values) != len(samples):
-            return [Verdict(None, f"the reward gave {len(values)} values for {len(samples)} samples")] * len(samples)
-        return [_verdict(value) for value in values]
+            with watchdog.running(f"the reward {type(reward).__module__}, prompt {prompt.id}"):
+                async with limit:
+                    values = await reward.score(samples, texts, prompt, self._ask_of(prompt, limit))
+            verdicts = [_verdict(value, type(reward).__module__) for value in values]
+        except (Exception, SystemExit) as e:  # whatever a user's reward raises fails this group only
+            problem = f"raised {type(e).__name__}: {e}"
+            if limit.expired():
+                problem = f"took longer than {self._timeout_s:g} s"
+            return [Verdict(None, f"the reward {problem}")] * len(samples)
+        if len(verdicts) != len(samples):
+            return [Verdict(None, f"the reward gave {len(verdicts)} values for {len(samples)} samples")] * len(samples)
+        return verdicts
 
     def close(self) -> None:
         """End the processes; a second call does nothing."""
@@ -132,13 +152,19 @@ class RewardPool:
         self._host.wait(5.0)
 
 
-def _verdict(value: float | None) -> Verdict:
-    if value is None:
-        return Verdict(None, "the reward gave none")
-    return Verdict(float(value)) if math.isfinite(value) else Verdict(None, f"the reward gave {value}")
+def _lost(host: subprocess.Popen[bytes]) -> SluiceError:
+    """Why the host is gone, whose socket is closed."""
+    if host.wait(5.0) == -signal.SIGKILL:
+        return PeerLost("the reward host was killed (SIGKILL): for want of memory, or with the ranks of its node")
+    return SluiceError(f"the reward host ended (exit code {host.poll()}), see the log")
 
 
-def _awaiting(dataset: DataSet) -> Reward | None:
+def _verdict(value: float | None, module: str) -> Verdict:
+    return Verdict(None, "the reward gave none") if value is None else verdict(float(value), module)
+
+
+def _awaiting(dataset: DataSet, place: str) -> Reward | None:
     """The data set's reward where it is one that awaits something (a judge, a sandbox), None where it is plain."""
-    reward = plugins.build("reward", dataset.reward, dataset.reward_options, "reward", "reward_options")
+    places = f"{place}.reward", f"{place}.reward_options"
+    reward = plugins.build("reward", dataset.reward, dataset.reward_options, *places)
     return reward if hasattr(reward, "score") else None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
@@ -31,7 +32,19 @@ def _on_cpu(threads: int, num_ranks: int) -> dict[str, str]:
     each = max(1, min(threads, len(cores)) // num_ranks)
     shares = [",".join(str(cores[(i * each + j) % len(cores)]) for j in range(each)) for i in range(num_ranks)]
     told = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(each)}
+    # Of prefill engines. To hand over from all context-parallel ranks, of which there is one, and nothing before it is
+    # all there, changes no result: without it SGLang pins memory for a GPU, and waits for events of one.
+    told["SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER"] = "1"
+    told["SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"] = "0"
     return told | ({"SGLANG_CPU_OMP_THREADS_BIND": "|".join(shares)} if num_ranks > 1 else {})
+
+
+def _hold_port(host: str) -> socket.socket:
+    """A port that nobody else gets while this is open: it does not listen, so a server with SO_REUSEADDR may."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.bind((host, 0))
+    return bound
 
 
 def main() -> None:
@@ -42,6 +55,11 @@ def main() -> None:
     from sglang.srt.utils import kill_process_tree  # pyright: ignore[reportMissingImports]
 
     launch_server.load_plugins()
+    if "--disaggregation-mode" in options:
+        host = options[options.index("--host") + 1]
+        os.environ["SGLANG_HOST_IP"] = host  # else it hands over at any of the node's addresses
+        handover = _hold_port(host)
+        options += ["--disaggregation-bootstrap-port", str(handover.getsockname()[1])]
     server_args = launch_server.prepare_server_args([*options, "--api-key", args.token_file.read_text().strip()])
     try:
         launch_server.run_server(server_args)
@@ -50,6 +68,8 @@ def main() -> None:
 
 
 def _know_runtime() -> None:
+    """Let `runtime` be found where nothing of this project is installed. Where it is, that would hide it: this file is
+    run, and never imported."""
     spec = ModuleSpec("runtime", None, is_package=True)
     spec.submodule_search_locations = [str(Path(__file__).resolve().parents[1])]
     sys.modules["runtime"] = module_from_spec(spec)

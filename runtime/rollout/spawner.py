@@ -1,13 +1,16 @@
 """The small process that starts, watches and ends the engines of one agent.
 
 An agent is an MPI rank, and forking after MPI_Init is undefined on many fabrics: so the agent starts this process
-before it, and asks it for engines over a socket pair, one JSON object a line (see `process.Spawner`, the agent's side).
+before it, and asks it for engines over a socket pair, one JSON object a line (`spawning` is the agent's side).
 It holds no standard stream of its rank, runs in its own session, and lives exactly as long as that socket: when the
 agent closes it, or dies, every engine tree is ended and this process leaves.
 
 An engine tree is its session, plus whatever carries its mark: an environment variable that children inherit, also
 those that leave the session. (The mark alone is not enough: a process that sets its title overwrites its environment.)
-Engines die with this process (PDEATHSIG), and their orphans are reaped here (subreaper).
+Engines die with this process (PDEATHSIG), and their orphans are reaped here (subreaper). SGLang's processes leave files
+in shared memory, as they are killed at every end; what a tree was seen to have open of them is deleted with it. So is
+the folder that each engine has for temporary files: SGLang leaves sockets there. Where all of a node's processes were
+killed at once nobody was left to do it, and the next spawner there does.
 
 Standard library only and run as a file: it starts in 30 ms, stays small and imports nothing of the project.
 """
@@ -16,15 +19,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,6 +40,19 @@ PEER_PORT: Final[str] = "{peer_port}"
 BACKLOG: Final[int] = 1024
 CLOSE_GRACE_S: Final[float] = 2.0
 """From TERM to KILL for all engines once the agent is gone."""
+LEFT: Final[tuple[str, ...]] = ("/dev/shm/sglang_loads_", "/dev/shm/sgl_shm_")
+"""How the names of what SGLang leaves begin: its schedulers' loads, and queues between ranks of 25 MB each. Whose they
+are no name tells, nor does anything once the tree is gone, so one looks at it before."""
+FOLDERS: Final[str] = "sluice-"
+"""How the names of engines' folders begin; eight hexadecimal digits follow."""
+NAMES: Final[str] = "left-in-shared-memory"
+"""File in such a folder with the paths of those files, a line each."""
+YOUNG_S: Final[float] = 60.0
+"""Age up to which a folder may be one that is just being made."""
+LOOK_S: Final[float] = 1.0
+"""Age of an engine when it is looked at first; then at twice that age, and so on, as such files come early."""
+LOOK_MOST_S: Final[float] = 30.0
+"""Between two looks: all processes of a node are gone through, some 30 us each."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -63,6 +81,17 @@ def kill_tree(pid: int, mark: str, limit_s: float = 5.0) -> bool:
     return True
 
 
+def left_by(pids: list[int]) -> set[Path]:
+    """What these processes have open of the files that SGLang leaves."""
+    held = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for fd in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    held.add(fd.readlink())
+    return {path for path in held if str(path).startswith(LEFT)}
+
+
 def _bind(host: str) -> socket.socket:
     """A socket on a port that the kernel chose. While it is bound and does not listen, a server that sets SO_REUSEADDR,
     as servers do, may take the port; the kernel gives it to nobody else."""
@@ -78,6 +107,42 @@ def _filled(part: str, words: dict[str, str]) -> str:
     return part
 
 
+def remove(folder: str) -> None:
+    """With all that is in it, and what its engine left elsewhere; empty: there is none."""
+    if folder:
+        with contextlib.suppress(OSError):
+            for path in Path(folder, NAMES).read_text().splitlines():
+                Path(path).unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _hold(folder: str) -> int:
+    """Make it; the descriptor by which it is held as long as this process lives, -1 for none."""
+    if not folder:
+        return -1
+    sweep(Path(folder).parent)
+    Path(folder).mkdir(0o700)
+    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    with contextlib.suppress(OSError):  # a file system without locks: then nobody sweeps there either
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return held
+
+
+def sweep(folders: Path) -> None:
+    """Remove engines' folders in here that no spawner holds: it was killed together with all that it would end."""
+    for path in folders.glob(FOLDERS + 8 * "[0-9a-f]"):
+        with contextlib.suppress(OSError):
+            about = path.lstat()
+            if about.st_uid != os.getuid() or time.time() - about.st_mtime < YOUNG_S:
+                continue
+            held = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove(str(path))
+            finally:
+                os.close(held)
+
+
 def _signal(pids: list[int], number: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -91,8 +156,33 @@ class _Child:
     process: subprocess.Popen[bytes]
     held: list[socket.socket]
     """Bound and not listening, so that its ports are no one else's for as long as it lives."""
+    begun: float
+    look_at: float
+    """On the monotonic clock, both."""
+    folder: str
+    """For its temporary files; empty: they are among those of others."""
+    lock: int
+    """Descriptor by which this process holds the folder; -1: there is none."""
+    leaves: set[Path] = field(default_factory=set)
     kill_at: float | None = None
     """When a stopped engine that is still there is killed, on the monotonic clock."""
+
+    def look(self, pids: list[int]) -> None:
+        """What these, its processes, have open now will be deleted with it."""
+        found = left_by(pids) - self.leaves
+        self.leaves |= found
+        if found and self.folder:
+            with contextlib.suppress(OSError), Path(self.folder, NAMES).open("a") as file:
+                file.writelines(f"{path}\n" for path in sorted(found))
+
+    def clear(self) -> None:
+        """Delete what it left."""
+        for path in self.leaves:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        remove(self.folder)
+        if self.lock >= 0:
+            os.close(self.lock)
 
 
 class _Server:
@@ -129,7 +219,7 @@ class _Server:
 
     def _turn(self) -> bool:
         """Wait for one event; False once the agent is gone."""
-        times = [c.kill_at for c in self._children.values() if c.kill_at is not None]
+        times = [t for c in self._children.values() for t in (c.look_at, c.kill_at) if t is not None]
         timeout = max(0.0, min(times) - time.monotonic()) if times else None
         there = True
         for key, _ in self._selector.select(timeout):
@@ -143,6 +233,9 @@ class _Server:
             if child.kill_at is not None and time.monotonic() >= child.kill_at:
                 child.kill_at = None
                 kill_tree(child.process.pid, child.mark)
+            if time.monotonic() >= child.look_at:
+                child.look(tree(child.process.pid, child.mark))
+                child.look_at += min(child.look_at - child.begun, LOOK_MOST_S)
         return there
 
     def _read(self) -> bool:
@@ -183,6 +276,10 @@ class _Server:
                 listener = stack.enter_context(held.pop(0))
                 listener.listen(BACKLOG)
                 words, passed = words | {SOCKET_FD: str(listener.fileno())}, (listener.fileno(),)
+            undo = stack.enter_context(contextlib.ExitStack())
+            undo.callback(remove, request["folder"])
+            if (lock := _hold(request["folder"])) >= 0:
+                undo.callback(os.close, lock)
             process = subprocess.Popen(
                 [_filled(part, words) for part in request["argv"]],
                 env={**request["env"], MARK: request["mark"]},
@@ -193,7 +290,9 @@ class _Server:
                 start_new_session=True,
                 preexec_fn=self._before_exec,  # this process has one thread
             )
-        return _Child(request["name"], request["mark"], process, held), main, peer
+            undo.pop_all()  # it is the engine's now
+        now, folder = time.monotonic(), request["folder"]
+        return _Child(request["name"], request["mark"], process, held, now, now + LOOK_S, folder, lock), main, peer
 
     def _before_exec(self) -> None:
         self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -201,7 +300,9 @@ class _Server:
             signal.signal(number, signal.SIG_DFL)
 
     def _stop(self, child: _Child, grace_s: float) -> None:
-        _signal(tree(child.process.pid, child.mark), signal.SIGTERM)
+        pids = tree(child.process.pid, child.mark)
+        child.look(pids)
+        _signal(pids, signal.SIGTERM)
         child.kill_at = time.monotonic() + grace_s
 
     def _reap(self) -> None:
@@ -221,6 +322,7 @@ class _Server:
                 held.close()
             child.process.returncode = os.waitstatus_to_exitcode(status)
             kill_tree(child.process.pid, child.mark)
+            child.clear()
             self._say({"event": "exited", "name": child.name, "code": child.process.returncode})
 
     def _say(self, event: dict[str, Any]) -> None:

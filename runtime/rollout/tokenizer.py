@@ -7,7 +7,8 @@ attempt and need only three calls; a test holds them equal to transformers'.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -30,24 +31,34 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 class HfTokenizer:
     """The tokenizer of a Hugging Face folder: tokenizer.json, tokenizer_config.json, chat_template.jinja."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, quotes: bool = False) -> None:
         """Read the folder.
 
+        Args:
+            quotes: messages have parts that others wrote. What reads like a special token in one is text: it ends no
+                turn and begins none.
+
         Raises:
-            ConfigError: a file is missing, or the end-of-sequence token is not in the vocabulary.
+            ConfigError: a file is missing or broken, or the end-of-sequence token is not in the vocabulary.
         """
         folder = Path(path)
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise ConfigError(str(file), "no such file", "save the tokenizer there with save_pretrained")
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as e:  # the library raises nothing narrower
+            raise ConfigError(str(file), f"is no tokenizer: {e}", "copy that file again") from e
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         config = _read_config(folder)
         self._special = {name: _text(config[name]) for name in _SPECIAL if config.get(name)}
-        source = _chat_template(folder, config)
-        self._template = _compile(source) if source else None
+        known = self._tokenizer.get_added_tokens_decoder().values() if quotes else ()
+        self._quoted = [token.content for token in known if token.special]
         self._where = str(folder)
+        source = _chat_template(folder, config)
+        with self._blamed():
+            self._template = _compile(source) if source else None
         self._remembered = lru_cache(_CHATS)(self._render)
         eos = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
         if eos is None:
@@ -60,18 +71,34 @@ class HfTokenizer:
         """Token ids of the chat template with the generation prompt.
 
         Raises:
-            ConfigError: the folder holds no chat template.
+            ConfigError: the folder holds no chat template, or it does not take these messages.
         """
         return list(self._remembered(tuple(tuple(message.items()) for message in messages)))
 
     def _render(self, messages: tuple[tuple[tuple[str, str], ...], ...]) -> list[int]:
         if self._template is None:
             raise ConfigError(self._where, "the model has no chat template", "give prompts as token ids or add one")
-        given = [dict(message) for message in messages]
-        text = self._template.render(
-            messages=given, tools=None, documents=None, add_generation_prompt=True, **self._special
-        )
+        given = [{key: self._quote(value) for key, value in message} for message in messages]
+        with self._blamed():
+            text = self._template.render(
+                messages=given, tools=None, documents=None, add_generation_prompt=True, **self._special
+            )
         return self.encode(text)
+
+    def _quote(self, text: str) -> str:
+        for token in self._quoted:
+            text = text.replace(token, f"{token[:1]} {token[1:]}")
+        return text
+
+    @contextmanager
+    def _blamed(self) -> Iterator[None]:
+        """A template may raise what it likes: it is a program."""
+        try:
+            yield
+        except Exception as e:
+            line = f", line {e.lineno}" if isinstance(e, jinja2.TemplateSyntaxError) else ""
+            problem = f"the chat template{line} raised {type(e).__name__}: {e}"
+            raise ConfigError(self._where, problem, "mend it, or take the model's own") from e
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode([int(t) for t in tokens], skip_special_tokens=True)

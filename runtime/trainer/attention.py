@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from runtime.device import is_gpu
@@ -119,7 +119,7 @@ def packed_attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: query [1, H, N, D], key and value [1, Hk, N, D] -> [1, N, H, D].
+    """transformers' attention function: query [1, H, N, D], key [1, Hk, N, D], value [1, Hk, N, Dv] -> [1, N, H, Dv].
 
     `packing` travels from the model's forward through its keyword arguments.
     """
@@ -142,13 +142,14 @@ def packed_attention(
 def _variable_length(
     q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None, window: int | None
 ) -> Tensor:
-    """[N, H, D], [N, Hk, D] twice -> [L, H, D] of all sequences."""
+    """[N, H, D], [N, Hk, D], [N, Hk, Dv] -> [L, H, Dv] of all sequences."""
     if packing.path is not None:
         q, k, v = (_gather(x, packing.path) for x in (q, k, v))
+    width = v.shape[-1]
     out = varlen_attn(
         q,
         k,
-        v,
+        pad(v, (0, q.shape[-1] - width)) if width < q.shape[-1] else v,  # latent attention's: the kernel knows one size
         packing.cumulative,
         packing.cumulative,
         packing.longest,
@@ -158,11 +159,11 @@ def _variable_length(
         **(_GROUPED if q.shape[1] != k.shape[1] else {}),
     )
     assert isinstance(out, Tensor)
-    return out
+    return out[..., :width]
 
 
 def _rectangle(q: Tensor, k: Tensor, v: Tensor, bucket: Bucket, scaling: float | None, window: int | None) -> Tensor:
-    """[N, H, D], [N, Hk, D] twice -> [rows * length, H, D] of one bucket."""
+    """[N, H, D], [N, Hk, D], [N, Hk, Dv] -> [rows * length, H, Dv] of one bucket."""
 
     def lay(x: Tensor) -> Tensor:
         return _gather(x, bucket.gather).reshape(bucket.rows, bucket.length, *x.shape[1:]).transpose(1, 2)
@@ -181,7 +182,7 @@ def _rectangle(q: Tensor, k: Tensor, v: Tensor, bucket: Bucket, scaling: float |
         scale=scaling,
         enable_gqa=q.shape[1] != k.shape[1],
     )
-    return out.transpose(1, 2).reshape(-1, *q.shape[1:])
+    return out.transpose(1, 2).flatten(0, 1)
 
 
 def _gather(x: Tensor, index: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def ready(
         path: Hugging Face folder of the start weights.
         temperature: of sampling, which log-probs are scaled by.
         bucket_bytes: of a push, told to engines in the manifest.
-        beside: further models, whose folders are given.
+        beside: further models.
 
     Raises:
         ConfigError: greedy sampling, a library that is missing, a model or cut that this kind does not support.
@@ -77,9 +77,9 @@ def make(
     if beside.critic is not None:
         its_own = msgspec.structs.replace(options, optimizer=options.critic_optimizer or options.optimizer)
         critic = trained_kind(beside.critic, its_own, device, **sizes, role="critic")
-    folders = {"reference": beside.reference, "teacher": beside.teacher}
-    frozen = {role: frozen_kind(folder, policy) for role, folder in folders.items() if folder}
-    return Roles(policy, critic, frozen)
+    reference = frozen_kind(beside.reference, policy) if beside.reference else None
+    teachers = [frozen_kind(Path(one.path), policy, expert=one.expert) for one in beside.teachers]
+    return Roles(policy, critic, reference, teachers)
 
 
 def _kinds(name: str) -> tuple[Any, Any]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from runtime import output
 from runtime.device import release_memory
 from runtime.trainer import model
 from runtime.trainer.base import Heads, Scores
@@ -25,10 +26,13 @@ from runtime.types import MicroBatch
 class FsdpFrozen:
     """Sharded over the ranks that a policy is sharded over."""
 
-    def __init__(self, path: Path, policy: FsdpTrainer) -> None:
+    def __init__(self, path: Path, policy: FsdpTrainer, *, expert: int = 0) -> None:
+        assert not expert, "launcher.layout refuses what is for megatron"
         self._device, self._dtype, self._temperature = policy.device, policy.dtype, policy.temperature
         self._model = model.load(path, policy.device, policy.dtype)
         self._model.requires_grad_(False)
+        if policy.float32_output:
+            output.widen(self._model)
         model.shard(self._model, policy.mesh, policy.dtype)
         self.rest()
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from runtime import config
+from runtime import config, output
 from runtime.device import backend, release_memory, select
 from runtime.trainer import checkpoint, lora, model
 from runtime.trainer.base import Heads, Loss, Role, Scores
@@ -60,6 +60,9 @@ class FsdpTrainer:
         self.lora = options.lora if role == "policy" else None
         self.adapted = lora.attach(self.model, self.lora) if self.lora else {}
         """By the name of the weight that the adapter adds to."""
+        self.float32_output = options.widens_output
+        if self.float32_output and role != "critic":
+            output.widen(self.model)
         if options.recompute == "full":
             model.recompute(self.model)
         o = options.optimizer
@@ -75,7 +78,7 @@ class FsdpTrainer:
             fused=True,
         )
         checkpoint.initialise(self.optimizer)
-        self.writer = checkpoint.Writer()
+        self.writer = checkpoint.Writer(device)
         self.counters = torch.zeros(1, dtype=torch.int64)
         """[1]: updates made."""
 
@@ -120,20 +123,18 @@ class FsdpTrainer:
         }
 
     def manifest(self) -> Manifest:
-        named = list(self._named())
+        wholes = ((n, torch.empty(x.shape, dtype=self._sent_as(x), device="meta")) for n, x in self._named())
+        given = [item for name, whole in wholes for item in self._in_files(name, whole)]
         return Manifest(
-            names=tuple(name for name, _ in named),
-            dtypes=(str(self.dtype).removeprefix("torch."),) * len(named),
-            shapes=tuple(tuple(p.shape) for _, p in named),
+            names=tuple(name for name, _ in given),
+            dtypes=tuple(str(x.dtype).removeprefix("torch.") for _, x in given),
+            shapes=tuple(tuple(x.shape) for _, x in given),
             bucket_bytes=self.bucket_bytes,
         )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, p in self._named():
-            full = self._whole(p)
-            if layer := self.adapted.get(name):
-                full = lora.merge(full, self._whole(layer.lora_A), self._whole(layer.lora_B), layer.scale)
-            yield name, full.to(self.dtype).contiguous()
+        for name, whole in self._merged():
+            yield from self._in_files(name, whole)
 
     def save(self, folder: Path) -> Future[None]:
         return checkpoint.save(self.writer, folder, self.model, self.optimizer, self.counters)
@@ -143,11 +144,11 @@ class FsdpTrainer:
 
     def export(self, folder: Path) -> None:
         if self.rank == 0:
-            checkpoint.export(folder, self.path, self.weights(), self.dtype)
+            checkpoint.export(folder, self.path, self._merged(), self.dtype)
             if self.lora:
                 lora.export(folder / lora.FOLDER, self.path, self.lora, self._adapters())
         else:
-            for _ in chain(self.weights(), self._adapters()):
+            for _ in chain(self._merged(), self._adapters()):
                 pass
         if self.num_ranks > 1:
             dist.barrier()
@@ -162,9 +163,25 @@ class FsdpTrainer:
     def all_sum(self, values: Tensor) -> Tensor:
         return self._all_reduce(values, dist.ReduceOp.SUM)
 
-    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
         """Of the model alone."""
-        return (item for item in self.model.named_parameters() if ".lora_" not in item[0])
+        own = (item for item in self.model.named_parameters() if ".lora_" not in item[0])
+        return chain(own, model.buffers(self.model))
+
+    def _sent_as(self, x: Tensor) -> torch.dtype:
+        """What selects experts but is not trained stays as it is: half precision would choose others."""
+        return self.dtype if isinstance(x, nn.Parameter) else x.dtype
+
+    def _merged(self) -> Iterator[tuple[str, Tensor]]:
+        """The model's weights, whole, with what adapters add."""
+        for name, x in self._named():
+            full = self._whole(x)
+            if layer := self.adapted.get(name):
+                full = lora.merge(full, self._whole(layer.lora_A), self._whole(layer.lora_B), layer.scale)
+            yield name, full.to(self._sent_as(x))
+
+    def _in_files(self, name: str, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
+        return ((key, x.contiguous()) for key, x in model.in_files(self.model, name, whole).items())
 
     def _adapters(self) -> Iterator[tuple[str, Tensor]]:
         """As lora.export takes them."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from runtime import device
-from runtime.comm.network import address_of
+from runtime.comm.network import SOCKET_VARIABLES, address_of
 from runtime.comm.rendezvous import listen_store, reach_store
 from runtime.types import GroupAddress
 
@@ -20,6 +20,8 @@ def configure_torch(threads: int, deterministic: bool) -> None:
     """Thread count and determinism of this process; before any tensor is made."""
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(deterministic)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch insists, on NVIDIA
 
 
 class World(Protocol):
@@ -33,6 +35,12 @@ def device_of(index: int | None) -> torch.device:
     return torch.device(device.torch_device(index))
 
 
+def use(interface: str) -> None:
+    """For all groups of this process."""
+    for name in SOCKET_VARIABLES:
+        os.environ.setdefault(name, interface)
+
+
 def start(world: World, rank: int, size: int, *, backend: str, interface: str, timeout_s: float) -> None:
     """Form the group; its store listens on a port that the kernel chose and MPI made known.
 
@@ -40,9 +48,6 @@ def start(world: World, rank: int, size: int, *, backend: str, interface: str, t
         rank, size: among the trainer ranks.
         interface: network interface peers use.
     """
-    # Without it gloo and NCCL pick a device by host name, which on many clusters is another network's.
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(name, interface)
     address, store = None, None
     if rank == 0:
         host = address_of(interface)

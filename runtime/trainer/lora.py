@@ -7,7 +7,6 @@ adapters from PEFT loads these. A starts as PEFT starts it, drawn for each layer
 from __future__ import annotations
 
 import json
-import shutil
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch.nn.functional import linear
 
 from runtime.config import Lora
 from runtime.errors import ConfigError
+from runtime.trainer.checkpoint import placed
 
 LAYERS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Have adapters where no targets are named."""
@@ -100,11 +100,7 @@ def export(folder: Path, source: Path, options: Lora, weights: Iterable[tuple[st
         source: Hugging Face folder of the model that the adapters belong to.
         weights: (name of the layer, "lora_A" or "lora_B" and "weight", dotted; full tensor)
     """
-    beside = folder.with_name(folder.name + ".part")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
     state = {f"base_model.model.{name}": tensor.cpu().contiguous() for name, tensor in weights}
-    save_file(state, beside / "adapter_model.safetensors", metadata={"format": "pt"})
     about = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -117,6 +113,6 @@ def export(folder: Path, source: Path, options: Lora, weights: Iterable[tuple[st
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    (beside / "adapter_config.json").write_text(json.dumps(about, indent=2))
-    shutil.rmtree(folder, ignore_errors=True)
-    beside.rename(folder)
+    with placed(folder) as beside:
+        save_file(state, beside / "adapter_model.safetensors", metadata={"format": "pt"})
+        (beside / "adapter_config.json").write_text(json.dumps(about, indent=2))

@@ -8,7 +8,7 @@ half as slow again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
@@ -56,6 +57,20 @@ def load(path: Path, device: torch.device, dtype: torch.dtype = torch.float32) -
     if isinstance(embedding, nn.Embedding):
         embedding.padding_idx = None  # nothing is padded: it would leave a token untrained, often the end of a turn
     return model.eval()
+
+
+def in_files(model: PreTrainedModel, name: str, parameter: Tensor) -> dict[str, Tensor]:
+    """A parameter as Hugging Face files hold it, which is how engines take it: where transformers stacks the experts of
+    a layer, one tensor for each."""
+    return revert_weight_conversion(model, {name: parameter})
+
+
+def buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Those that belong to a model's weights though nothing trains them, as the bias by which a router selects."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
 
 
 def give_values(model: PreTrainedModel) -> None:

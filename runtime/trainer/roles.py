@@ -1,8 +1,9 @@
-"""The models of a run as one Trainer: the policy, and beside it a critic, a reference and a teacher where an algorithm
+"""The models of a run as one Trainer: the policy, and beside it a critic, a reference and teachers where an algorithm
 asks for them.
 
-All are cut over the trainer ranks as the policy is. The critic is trained by an optimizer of its own, and is in
-checkpoints. Reference and teacher are what their folders hold, at the start as after a resume.
+All are cut over the trainer ranks as the policy is, their experts aside. The critic is trained by an optimizer of its
+own, and is in checkpoints. Reference and teachers are what their folders hold, at the start as after a resume. Of
+several teachers each scores the sequences that are its own.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
+
+import msgspec
 
 from runtime import config
 from runtime.errors import ConfigError
@@ -26,12 +30,12 @@ CRITIC: Final = "critic"
 
 @dataclass(frozen=True, kw_only=True)
 class Beside:
-    """Hugging Face folders of the models beside the policy; None: there is none."""
+    """The models beside the policy, or their Hugging Face folders; None: there is none."""
 
     critic: Path | None = None
     """It starts from: its last layer becomes a value head."""
     reference: Path | None = None
-    teacher: Path | None = None
+    teachers: tuple[config.Teacher, ...] = ()
 
 
 ALONE: Final = Beside()
@@ -44,10 +48,12 @@ def beside(models: config.Models, algorithm: Algorithm) -> Beside:
     def folder(model: config.Model | None, is_wanted: bool) -> Path | None:
         return Path((model or models.policy).path) if is_wanted else None
 
+    teachers = (models.teacher,) if models.teacher else tuple(models.teachers.values())
+    has_teachers = bool(algorithm.needs & {"teacher", "divergence"})
     return Beside(
         critic=folder(models.critic, CRITIC in algorithm.losses),
         reference=folder(models.reference, "reference" in algorithm.needs),
-        teacher=folder(models.teacher, bool(algorithm.needs & {"teacher", "divergence"})),
+        teachers=teachers if has_teachers else (),
     )
 
 
@@ -66,12 +72,14 @@ class Frozen(Protocol):
 class Roles:
     """A Trainer; see base.Trainer for what its methods do."""
 
-    def __init__(self, policy: Trainer, critic: Trainer | None, frozen: Mapping[str, Frozen]) -> None:
+    def __init__(
+        self, policy: Trainer, critic: Trainer | None, reference: Frozen | None, teachers: Sequence[Frozen]
+    ) -> None:
         """
         Args:
-            frozen: by role, reference or teacher.
+            teachers: by number.
         """
-        self.policy, self.critic, self.frozen = policy, critic, frozen
+        self.policy, self.critic, self.reference, self.teachers = policy, critic, reference, tuple(teachers)
 
     def hand_on(self, share: Share | None) -> Share:
         return self.policy.hand_on(share)
@@ -79,9 +87,13 @@ class Roles:
     def score(
         self, share: Sequence[MicroBatch], module: str, want: frozenset[str], temperature: float | None = None
     ) -> list[Scores]:
-        if module in self.frozen:
+        if module == "teacher" and len(self.teachers) > 1:
+            return self._taught(share)
+        frozen = self.reference if module == "reference" else next(iter(self.teachers), None)
+        if module in ("reference", "teacher"):
+            assert frozen is not None, f"no {module} is loaded"
             assert temperature is None, "frozen models are scored at the sampling temperature"
-            return self.frozen[module].score(share, want)
+            return frozen.score(share, want)
         trained = self.critic if module == CRITIC else self.policy
         assert trained is not None, f"no {module} is loaded"
         return trained.score(share, module, want, temperature)
@@ -96,10 +108,11 @@ class Roles:
         teacher: Heads | None = None,
     ) -> dict[str, float]:
         if "divergence" in want:
-            teacher = self.frozen["teacher"].heads(share)
+            (compared,) = self.teachers  # launcher.models saw to it
+            teacher = compared.heads(share)
         metrics = self.policy.update(share, losses, totals, denominator, want, teacher)
         if "divergence" in want:
-            self.frozen["teacher"].rest()
+            self.teachers[0].rest()
         if self.critic is not None:
             found = self.critic.update(share, losses, totals, denominator)
             metrics |= {"value_loss" if name == "loss" else f"critic_{name}": value for name, value in found.items()}
@@ -141,8 +154,30 @@ class Roles:
         for trained in self._trained():
             trained.wake()
 
+    def _taught(self, share: Sequence[MicroBatch]) -> list[Scores]:
+        """Log-probs of each sequence by its own teacher. A teacher is given no other, so all cost what one would."""
+        wholes = [batch.weights.new_zeros(len(batch.tokens)) for batch in share]
+        for number, teacher in enumerate(self.teachers):
+            parts = [_of(batch, number) for batch in share]
+            found = teacher.score([part for _, part in parts], frozenset({"logprobs"}))
+            for whole, (mask, _), scores in zip(wholes, parts, found, strict=True):
+                whole[mask] = scores.logprobs
+        return [Scores(logprobs=whole) for whole in wholes]
+
     def _trained(self) -> list[Trainer]:
         return [self.policy] if self.critic is None else [self.policy, self.critic]
+
+
+def _of(batch: MicroBatch, teacher: int) -> tuple[Tensor, MicroBatch]:
+    """The sequences that have this teacher: which tokens are theirs, [T], and they alone, as far as scoring looks at
+    them; maybe none."""
+    mask, starts = batch.loss_mask.new_zeros(len(batch.tokens)), [0]
+    for (a, b), number in zip(pairwise(batch.starts), batch.per_seq["teacher"].tolist(), strict=True):
+        if number == teacher:
+            mask[a:b] = True
+            starts.append(starts[-1] + b - a)
+    part = msgspec.structs.replace(batch, extras={}, per_seq={}).map(lambda values: values[mask])
+    return mask, msgspec.structs.replace(part, starts=tuple(starts))
 
 
 def _both(first: Future[None], second: Future[None]) -> Future[None]:

@@ -41,6 +41,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     bounds: tuple[float, float] = (0.5, 2.0)
     """Of rho; TIS uses the upper one. (0.5, 2) is GLM-5's, arXiv 2602.15763; Ring-1T's is (0.5, 5)."""
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.bounds[0] < self.bounds[1]:
+            raise ValueError(f"bounds {list(self.bounds)}: the first must be below the second, and at least 0")
+
 
 def needs(options: Options) -> set[Need]:
     wanted: dict[Need, bool] = {"old": True, "entropy": options.entropy_coef > 0, "reference": options.kl > 0}

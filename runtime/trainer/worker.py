@@ -16,11 +16,12 @@ import msgspec
 import numpy as np
 import torch
 
-from runtime.comm import messages as m
+from runtime import device
+from runtime.comm import commands as c
 from runtime.comm.weights.handles import Lender
-from runtime.errors import PeerLost, SluiceError, WaitTimeout
+from runtime.errors import OutOfMemory, PeerLost, SluiceError, WaitTimeout
 from runtime.trainer.base import Algorithm, Trainer
-from runtime.types import GroupAddress, Manifest, MicroBatch, Share
+from runtime.types import Canary, GroupAddress, Manifest, MicroBatch, Share
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,20 +39,28 @@ SCORED: Final = {
 """What of a MicroBatch's extras an algorithm may need -> the model that gives it, and which of its scores it is."""
 
 
+GIB: Final = 1 << 30
+KEPT_FREE: Final = 0.5
+"""Share of the memory that was free before there were engines which must be free again when they sleep: the rest is
+for what a process keeps on a device as long as it lives, and for engines that take little."""
+
+
 class CommandPort(Protocol):
     """The controller, seen from a trainer rank."""
 
-    def receive(self, timeout_s: float) -> m.Command:
+    def receive(self, timeout_s: float) -> c.Command:
         """The next command; raises WaitTimeout."""
         ...
 
-    def answer(self, answer: m.Answer) -> None: ...
+    def answer(self, answer: c.Answer) -> None: ...
 
 
 class Sender(Protocol):
     """Rank 0's side of a weight channel, as comm.weights has it. A name is a group's, or a version's folder."""
 
-    def push(self, name: str, manifest: Manifest, weights: Iterator[tuple[str, Tensor]]) -> dict[str, str]: ...
+    def push(
+        self, name: str, manifest: Manifest, weights: Iterator[tuple[str, Tensor]], *, digests: bool
+    ) -> dict[str, str]: ...
 
     def close(self, name: str) -> None: ...
 
@@ -60,6 +69,8 @@ class GroupSender(Sender, Protocol):
     """Of a channel over groups."""
 
     def open(self, name: str, world_size: int) -> GroupAddress: ...
+
+    def missing(self, name: str) -> tuple[int, ...]: ...
 
     def join(self, name: str) -> None: ...
 
@@ -83,7 +94,7 @@ def serve(port: CommandPort, trainer: Trainer, algorithm: Algorithm, sender: Sen
     while True:
         command = port.receive(settings.timeout_s)
         port.answer(worker.obey(command))
-        if isinstance(command, m.StopTrainer):
+        if isinstance(command, c.StopTrainer):
             return
 
 
@@ -93,37 +104,54 @@ class _Worker:
         self.lender = Lender(device)
         self.saving: Future[None] | None = None
         """What writes the last checkpoint, until it is known to be written."""
+        self.room: int | None = None
+        """Bytes of the device that were free when this rank first slept, before there were engines."""
 
-    def obey(self, command: m.Command) -> m.Answer:
-        if self.saving and (self.saving.done() or isinstance(command, m.Save | m.StopTrainer)):
+    def obey(self, command: c.Command) -> c.Answer:
+        if self.saving and (self.saving.done() or isinstance(command, c.Save | c.StopTrainer)):
             self.saving.result()  # ends this rank where writing failed
             self.saving = None
         match command:
-            case m.Train(share=share):
-                return m.Trained(metrics=self._train(share))
-            case m.Describe():
-                return m.Described(manifest=self.trainer.manifest())
-            case m.Save(path=path):
+            case c.Train(share=share):
+                return c.Trained(metrics=self._train(share))
+            case c.Describe():
+                return c.Described(manifest=self.trainer.manifest())
+            case c.Save(path=path):
                 self.saving = self.trainer.save(Path(path))
-            case m.AskSaved():
-                return m.Saved(is_written=self.saving is None)
-            case m.Export(path=path):
+            case c.AskSaved():
+                return c.Saved(is_written=self.saving is None)
+            case c.Export(path=path):
                 self.trainer.export(Path(path))
-            case m.Push():
+            case c.Push():
                 return self._push(command)
-            case m.Lend():
+            case c.Lend():
                 return self._lend(command)
-            case m.TakeBack():
+            case c.TakeBack():
                 self.lender.take_back()
-            case m.OpenGroup() | m.JoinGroup() | m.CloseGroup():
+            case c.OpenGroup() | c.JoinGroup() | c.CloseGroup():
                 return self._weight_group(command)
-            case m.Sleep():
+            case c.Sleep():
                 self.trainer.sleep()
-            case m.Wake():
+                self.room = self.room or device.free_memory(self.device)
+            case c.Wake():
+                self._check_room()
                 self.trainer.wake()
-            case m.StopTrainer():
+            case c.StopTrainer():
                 pass
-        return m.Done()
+        return c.Done()
+
+    def _check_room(self) -> None:
+        """
+        Raises:
+            OutOfMemory: engines say that they sleep, and keep most of the device.
+        """
+        free = device.free_memory(self.device)
+        if free is not None and self.room and free < KEPT_FREE * self.room:
+            had = f"{free / GIB:.1f} GiB of {self.device} are free, and {self.room / GIB:.1f} were before they started"
+            raise OutOfMemory(
+                f"engines that sleep have not given their memory back: {had}; SGLang's torch_memory_saver is said "
+                "not to do it on ROCm 7.2, and to do it on 7.0: take another, or write cluster.mode: split"
+            )
 
     def _train(self, given: Share | None) -> dict[str, float]:
         begin = time.perf_counter()
@@ -162,26 +190,27 @@ class _Worker:
         # A received array is a view of read-only bytes: torch wants memory of its own.
         return batch.map(lambda array: torch.from_numpy(np.array(array)).to(self.device))
 
-    def _push(self, command: m.Push) -> m.Answer:
+    def _push(self, command: c.Push) -> c.Answer:
         scored = self._score(command.canary) if command.canary else None
         manifest = self.trainer.manifest().since(command.base)
-        weights = self.trainer.weights()
+        weights, made = self.trainer.weights(), {}
         try:
-            digests = {} if self.sender is None else self.sender.push(command.source, manifest, weights)
+            if self.sender is not None:
+                made = self.sender.push(command.source, manifest, weights, digests=command.digests)
         except GROUP_ERRORS as e:
-            return m.Failed(reason=_reason(e))
+            return c.Failed(reason=_reason(e))
         finally:
             for _ in weights:  # the other ranks gather to the end, so this one does too, whatever became of the push
                 pass
-        return m.Pushed(digests=digests, canary=scored)
+        return c.Pushed(digests=made, canary=scored)
 
-    def _lend(self, command: m.Lend) -> m.Lent:
+    def _lend(self, command: c.Lend) -> c.Lent:
         scored = self._score(command.canary) if command.canary else None
         if command.is_first:
             self.lender.begin(self.trainer.manifest(), self.trainer.weights())
-        return m.Lent(handle=self.lender.lend(command.readers), canary=scored)
+        return c.Lent(handle=self.lender.lend(command.readers), canary=scored)
 
-    def _score(self, tokens: tuple[int, ...]) -> m.Canary:
+    def _score(self, tokens: tuple[int, ...]) -> Canary:
         size = len(tokens)
         nothing = np.zeros(size, dtype=np.float32)
         batch = MicroBatch(
@@ -195,23 +224,25 @@ class _Worker:
         )
         (scores,) = self.trainer.score([self._to_device(batch)], "policy", frozenset({"logprobs"}), temperature=1.0)
         assert scores.logprobs is not None
-        return m.Canary(tokens=tokens, logprobs=scores.logprobs.float().cpu().numpy())
+        return Canary(tokens=tokens, logprobs=scores.logprobs.float().cpu().numpy())
 
-    def _weight_group(self, command: m.OpenGroup | m.JoinGroup | m.CloseGroup) -> m.Answer:
+    def _weight_group(self, command: c.OpenGroup | c.JoinGroup | c.CloseGroup) -> c.Answer:
         if self.sender is None:
-            return m.Done()
+            return c.Done()
         sender = cast("GroupSender", self.sender)  # the controller opens groups only where the channel has them
         try:
             match command:
-                case m.OpenGroup(name=name, world_size=world_size):
-                    return m.Opened(address=sender.open(name, world_size))
-                case m.JoinGroup(name=name):
-                    sender.join(name)
-                case m.CloseGroup(name=name):
+                case c.OpenGroup(name=name, world_size=world_size):
+                    return c.Opened(address=sender.open(name, world_size))
+                case c.JoinGroup(name=name):
+                    if not (missing := sender.missing(name)):
+                        sender.join(name)
+                    return c.Joined(missing=missing)
+                case c.CloseGroup(name=name):
                     sender.close(name)
         except GROUP_ERRORS as e:
-            return m.Failed(reason=_reason(e))
-        return m.Done()
+            return c.Failed(reason=_reason(e))
+        return c.Done()
 
 
 def _reason(error: SluiceError) -> str:

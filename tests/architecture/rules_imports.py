@@ -7,7 +7,7 @@ from typing import Final
 
 from tests.architecture.tree import Module, Rule, Tree
 
-SHARED_WITH_LAUNCHER: Final = ("config", "load", "plugins", "topology", "errors")
+SHARED_WITH_LAUNCHER: Final = ("config", "site", "load", "plugins", "topology", "device", "errors")
 
 HOMES: Final[dict[str, tuple[str, ...]]] = {
     "mpi4py": ("runtime/comm/",),
@@ -20,6 +20,7 @@ HOMES: Final[dict[str, tuple[str, ...]]] = {
         "runtime/comm/weights/",
         "runtime/comm/rendezvous.py",
         "runtime/device.py",
+        "runtime/output.py",
         "runtime/quickstart.py",
     ),
     "transformers": (
@@ -134,7 +135,7 @@ def plain_packages(tree: Tree) -> list[str]:
 
 RULES = (
     Rule(
-        name="the launcher imports from the runtime only config, load, plugins, topology, errors",
+        name="the launcher imports from the runtime only config, load, plugins, topology, device, errors",
         broken_by=launcher_reach,
         bad={
             "launcher/x.py": (

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from runtime.rollout.engines import embedded
-from runtime.rollout.process import Spawner
+from runtime.rollout.spawning import Spawner
 from runtime.types import SamplingParams
 from tests.contract.live import Kind, Live, off, sglang_kind
 

@@ -6,7 +6,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from launcher import runs, slurm
@@ -77,6 +78,15 @@ def rank_logs(run: Path, attempt: int = 0) -> dict[int, str]:
 def state(run: Path) -> str:
     """As `status` says it now."""
     return States(slurm.Watch(every_s=0.0)).of(run)
+
+
+@contextmanager
+def hidden(folder: Path, node: str) -> Iterator[None]:
+    """The node sees nothing in this folder meanwhile, as one that has lost a file system."""
+    inside = ("nsenter", f"--target={output('pgrep', '-f', f'slurmd -D -N {node} ')}", "--mount", "--pid")
+    output(*inside, "mount", "-t", "tmpfs", "none", str(folder))
+    yield
+    output(*inside, "umount", "--lazy", str(folder))  # by way of /proc
 
 
 def trained_once(run: Path, steps: int) -> None:

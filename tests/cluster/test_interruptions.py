@@ -180,7 +180,7 @@ def test_cancelled_by_others_or_by_its_owner_a_run_saves_and_can_go_on(
     jobs.wait_step(run, 1)
     jobs.output("scancel", runs.job_id(run))
     jobs.wait_for("the run to end", lambda: jobs.state(run) == "cancelled")
-    assert attempts(run) == ["preempted"]
+    assert attempts(run) == ["preempted"], jobs.story()
     done = runs.last_step(run)
 
     assert cli.main(["resume", str(run), "--detach", "--set", f"num_steps={done + 30}"]) == 0
@@ -196,7 +196,7 @@ def test_cancelled_by_others_or_by_its_owner_a_run_saves_and_can_go_on(
 def test_a_waiting_run_says_why_and_is_cancelled_at_once(
     cluster: Cluster, quickstart: Path, tidy: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = jobs.output("sbatch", "--parsable", "-N2", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 100")
+    other = jobs.output("sbatch", "--parsable", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 100")
     run = jobs.submit(cluster.shared)
     assert cli.main(["status", str(run)]) == 0
     said = capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,11 +45,6 @@ def check_places(run: Path, nodes: list[str], roles: list[str], gpus: str = "0")
         assert address == NODES[node]
         variable = "CUDA_VISIBLE_DEVICES" if node <= "n4" else "ROCR_VISIBLE_DEVICES"
         assert devices == f"{variable}={gpus}"
-
-
-def engine_environment(run: Path, engine: int = 0) -> str:
-    """What the engine's log says of the GPUs it was given."""
-    return next((run / "attempts" / "0").glob(f"engine-{engine}*.log")).read_text()
 
 
 def test_a_submitted_run_learns_over_two_nodes(cluster: Cluster, quickstart: Path) -> None:
@@ -156,6 +152,7 @@ def by_template(cluster: Cluster, kind: str, *options: str, site: tuple[str, ...
     return run
 
 
+@pytest.mark.long
 def test_a_submitted_run_trains_on_four_cuda_nodes(cluster: Cluster, quickstart: Path) -> None:
     run = jobs.submit(cluster.shared, "num_steps=2", *TWO_AND_TWO)
     jobs.wait_end(run, "done")
@@ -179,3 +176,15 @@ def test_a_wrong_pairing_of_mpi_is_refused_with_advice(
     report = runs.read_report(run, 0)
     assert report is not None and advice in report.message and "different PMIs" in report.message
     assert runs.last_attempt(run) == 0
+
+
+@pytest.mark.parametrize("what", ["runs", "python"])
+def test_a_node_that_sees_less_than_the_first_is_named_at_once(cluster: Cluster, quickstart: Path, what: str) -> None:
+    shared = cluster.shared / "seen-by-one"
+    shared.mkdir(exist_ok=True)
+    with jobs.hidden(shared if what == "runs" else Path(sys.prefix), "n2"):
+        run = jobs.submit(shared, site=('slurm.sbatch_args=["--nodelist=n1,n2"]',))
+        jobs.wait_end(run, "config", 60.0)
+    report = runs.read_report(run, 0)
+    assert report is not None and report.node == "n2" and runs.last_attempt(run) == 0
+    assert "could not be started on n2" in report.message and "--exclude=n2" in report.message

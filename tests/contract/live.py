@@ -5,23 +5,24 @@ import contextlib
 import os
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from runtime.comm.buckets import buckets
-from runtime.comm.messages import Canary
 from runtime.comm.weights.broadcast import BroadcastSender
 from runtime.device import backend, platform, torch_device, visible
 from runtime.errors import EngineLost
 from runtime.rollout.base import EngineKind, Launch
 from runtime.rollout.engines import embedded, sglang
+from runtime.rollout.engines._dialect import DialectClient
 from runtime.rollout.proof import off_canary
-from runtime.types import Manifest
+from runtime.types import Canary, Manifest
 from tests.unit.fakes import save_tokenizer
 
 SGLANG = Path(__file__).parents[2] / ".venv-sglang/bin/python"
@@ -34,7 +35,6 @@ SLOTS = 16
 
 def make_model(folder, head_dim=16):
     """A small Qwen3 with tied embeddings and random weights that give peaked, varied distributions."""
-    torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -49,6 +49,12 @@ def make_model(folder, head_dim=16):
         pad_token_id=0,
         architectures=["Qwen3ForCausalLM"],
     )
+    return made(folder, config)
+
+
+def made(folder, config):
+    """A model with random weights; its folder lacks them."""
+    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
     config.save_pretrained(folder)
     save_tokenizer(folder)
@@ -86,6 +92,18 @@ def manifest_of(tensors, bucket_bytes=1 << 16):
     )
 
 
+def session_of(pid):
+    """The living processes of the session that an engine was started in."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit():
+                state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+                if int(session) == pid and state not in "ZX":
+                    found.append(int(entry.name))
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kind:
     """A kind of engine under test, and what it promises beyond what all do."""
@@ -104,6 +122,7 @@ class Kind:
     """Tokens of old weights that are stamped with the new version, where requests keep their cache over an update."""
     cuts_logprobs: bool = False
     """They are of the distribution that top-k and top-p leave, not of the whole."""
+    float32_output: bool = False
 
 
 def kinds_of_engine():
@@ -149,6 +168,7 @@ class Live:
             Launch(
                 model=str(self._folder),
                 dtype=self.dtype,
+                float32_output=self.promises.float32_output,
                 host="127.0.0.1",
                 token_file=str(token_file),
                 num_gpus=0 if self._gpu is None else 1,
@@ -161,7 +181,7 @@ class Live:
         log = self._folder / f"{self.name}.log"
         env = os.environ if self._gpu is None else visible([self._gpu], os.environ, platform())
         started = await self._spawner.start(self.name, argv, env, str(log), "127.0.0.1")
-        self.url = f"http://127.0.0.1:{started.port}"
+        self.pid, self.url = started.pid, f"http://127.0.0.1:{started.port}"
         self.engine = self._kind.client(url=self.url, token=self.token, timeout_s=60)
         for _ in range(1600):
             if await self.engine.health():
@@ -230,3 +250,17 @@ class Live:
     async def close(self):
         self._sender.close(self._group)
         await self.engine.close()
+
+
+@contextlib.contextmanager
+def refusing(port: int) -> Iterator[None]:
+    """The engine there joins no weight group."""
+    connect = DialectClient.connect
+
+    async def of_others(self, address, rank):
+        if self._url.endswith(f":{port}"):
+            raise EngineLost("it refuses")
+        await connect(self, address, rank)
+
+    with mock.patch.object(DialectClient, "connect", of_others):
+        yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 
 from runtime import config
@@ -30,8 +31,9 @@ def make_roles(
     learning_rate=1e-2,
     critic_rate=3e-2,
     device=CPU,
+    teachers=("untied",),
 ) -> Roles:
-    """A tied policy and its critic; the teacher is another model."""
+    """A tied policy and its critic; a single teacher is another model."""
     plain = {"clip_norm": 0.1, "eps": 1e-3}
     options = config.Trainer(
         kind=kind,
@@ -40,7 +42,8 @@ def make_roles(
         optimizer=config.Optimizer(learning_rate=learning_rate, **plain),
         critic_optimizer=config.Optimizer(learning_rate=critic_rate, **plain | {"clip_norm": 1.0}),
     )
-    beside = Beside(critic=models["tied"], reference=models["tied"], teacher=models["untied"])
+    taught = tuple(config.Teacher(path=str(models[name])) for name in teachers)
+    beside = Beside(critic=models["tied"], reference=models["tied"], teachers=taught)
     return factory.make(models["tied"], options, device, temperature=1.0, bucket_bytes=1000, beside=beside)
 
 
@@ -85,6 +88,31 @@ def scored(roles: Roles, module: str, num_dp: int = 1, seed: int = 5) -> torch.T
     return torch.cat([getattr(s, name) for s in roles.score(share_of(roles, seed, num_dp), module, want)])
 
 
+def taught_apart(roles: Roles, several: Roles, num_dp: int = 1) -> float:
+    """How far log-probs by two teachers are from each sequence's own.
+
+    Args:
+        roles: whose teacher is the first of the two, and its reference the second.
+    """
+    share = [
+        msgspec.structs.replace(batch, per_seq={"teacher": (batch.per_seq["group"] > 0).long()})
+        for batch in share_of(roles, num_dp=num_dp)
+    ]
+    given, score = [], [teacher.score for teacher in several.teachers]
+    for teacher, scored in zip(several.teachers, score, strict=True):
+        teacher.score = lambda part, want, scored=scored: (given.append(part), scored(part, want))[1]
+    found = several.score(share, "teacher", LOGPROBS)
+    first, second = (roles.score(share, module, LOGPROBS) for module in ("teacher", "reference"))
+    worst = 0.0
+    for n, batch in enumerate(share):
+        of_second = batch.per_seq["teacher"].repeat_interleave(torch.tensor(batch.starts).diff()).bool()
+        expected = second[n].logprobs.where(of_second, first[n].logprobs)
+        worst = max(worst, float((found[n].logprobs - expected).abs().max()) if len(expected) else 0.0)
+        assert len(given[0][n].tokens) + len(given[1][n].tokens) == len(batch.tokens), "none is scored twice"
+    assert not all(len(b.tokens) for part in given for b in part), "a micro-batch without anything for a teacher"
+    return worst
+
+
 def in_a_layout(make, num_dp: int, folder: Path) -> list[dict[str, float]]:
     for precision in ("bfloat16", "float32"):
         roles = make(precision=precision)
@@ -92,6 +120,7 @@ def in_a_layout(make, num_dp: int, folder: Path) -> list[dict[str, float]]:
         reference = scored(roles, "reference", num_dp)
         # A kernel may choose another way by how weights are aligned, which differs in buffers that are trained.
         assert (reference - start).abs().max() < 2e-6, "the same computation by another model"
+    assert taught_apart(roles, make(teachers=("untied", "tied")), num_dp) < 2e-6
     found = teach(roles, num_dp)
     assert scored(roles, "reference", num_dp).equal(reference) and not scored(roles, "policy", num_dp).equal(start)
     roles.save(folder / "roles").result()

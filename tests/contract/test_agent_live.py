@@ -2,7 +2,6 @@
 agent is."""
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
@@ -17,12 +16,12 @@ from runtime.comm.messages import Commit, Connect, EngineDown, EngineReady, Fini
 from runtime.comm.weights.broadcast import BroadcastSender
 from runtime.config import DataSet
 from runtime.rollout.agent import Settings, serve
-from runtime.rollout.keeper import EngineSettings, EngineStart
-from runtime.rollout.process import Spawner
 from runtime.rollout.scoring import RewardPool
 from runtime.rollout.spawner import CLOSE_GRACE_S
+from runtime.rollout.spawning import Spawner
+from runtime.rollout.start import EngineSettings, EngineStart
 from runtime.types import Lease, Prompt, SamplingParams
-from tests.contract.live import kinds_of_engine, make_model, manifest_of
+from tests.contract.live import kinds_of_engine, make_model, manifest_of, session_of
 from tests.unit.fakes import FakeMailbox, save_tokenizer
 
 NUM_LEASES, NUM_SAMPLES = 8, 8
@@ -109,18 +108,6 @@ def engine_pid(folder):
     raise AssertionError("no engine runs")
 
 
-def session_of(pid):
-    """The living processes of the session that an engine was started in."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if entry.name.isdigit():
-                state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-                if int(session) == pid and state not in "ZX":
-                    found.append(int(entry.name))
-    return found
-
-
 def wait(condition, limit_s):
     end = time.monotonic() + limit_s
     while not condition() and time.monotonic() < end:
@@ -191,7 +178,7 @@ def test_a_killed_engine_changes_no_answer(folder, model, name):
 AGENT = """
 import asyncio, os, sys
 from runtime.rollout.base import Launch
-from runtime.rollout.process import Spawner
+from runtime.rollout.spawning import Spawner
 from tests.contract.live import sglang_kind
 
 async def main(folder):

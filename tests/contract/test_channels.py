@@ -1,242 +1,33 @@
 """What every weight channel must do: a real agent with two real engines, pushed to by the real publisher, learner and
 trainer rank. Only the model that is trained is none."""
 
-import asyncio
-import json
 import os
-import queue
-import resource
 import signal
 import threading
+import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 
 from runtime import publish
 from runtime.comm import messages as m
 from runtime.comm.rendezvous import Group
-from runtime.comm.weights.channels import make_sender
+from runtime.comm.weights import tensors
 from runtime.comm.weights.folder import FolderSender
-from runtime.comm.weights.tensors import digest
-from runtime.config import DataSet, Sync
 from runtime.errors import WeightMismatch
-from runtime.fleet import Fleet
-from runtime.learner import Learner
-from runtime.publish import Publisher
-from runtime.rollout.agent import Settings, serve
 from runtime.rollout.engines import embedded
-from runtime.rollout.keeper import EngineSettings, EngineStart
-from runtime.rollout.process import Spawner
-from runtime.rollout.scoring import RewardPool
-from runtime.topology import EngineSlot, RankSlot, Topology
-from runtime.trainer import worker
-from runtime.turns import Turns
-from tests.contract.live import make_model, manifest_of
+from tests.contract.live import make_model, refusing
+from tests.contract.rig import ENGINES, START_S, Rig
 
-HOST = "127.0.0.1"
 CHANNELS = ("broadcast", "delta", "delta through a folder", "disk", "ipc")
 WITH_A_DEATH = ("delta", "disk")
 """One over a group and one through a folder: an engine's start takes longer than all the rest."""
-START_S = 200.0
-"""For engines to start, on a machine that is busy with more than these tests."""
-ENGINES = {0, 1}
-
-
-def topology_of(engines):
-    return Topology(
-        nodes=("here",),
-        ranks=(
-            RankSlot(rank=0, node=0, local_rank=0, role="agent", device=None),
-            RankSlot(rank=1, node=0, local_rank=1, role="trainer", device=None),
-        ),
-        engines=tuple(EngineSlot(id=i, model="policy", nodes=(0,), gpus=()) for i in sorted(engines)),
-    )
-
-
-class Mailbox:
-    """Both ends in one process, each in a thread of its own."""
-
-    def __init__(self):
-        self.loop = asyncio.new_event_loop()
-        self.sent = []
-        """What the controller said."""
-        self._to_agent = asyncio.Queue()
-        self._to_controller = queue.SimpleQueue()
-
-    def send(self, *words):
-        if len(words) == 1:
-            self._to_controller.put(words[0])
-        else:
-            self.sent.append(words[1])
-            self.loop.call_soon_threadsafe(self._to_agent.put_nowait, words[1])
-
-    async def next(self):
-        return await self._to_agent.get()
-
-    def receive(self, timeout_s):
-        try:
-            return 0, self._to_controller.get(timeout=timeout_s) if timeout_s else self._to_controller.get_nowait()
-        except queue.Empty:
-            return None
-
-
-class Trainer:
-    """Holds weights that change a little with each step."""
-
-    def __init__(self, model):
-        self.tensors = {name: p.clone() for name, p in model.named_parameters()}
-        self.bucket_bytes = 1 << 16
-        self.between = lambda: None
-        """Called before the last weight is given."""
-
-    def step(self):
-        for tensor in self.tensors.values():
-            tensor.view(-1)[:: 7 if tensor.dim() > 1 else 1] += 0.01
-
-    def manifest(self):
-        return manifest_of(self.tensors, self.bucket_bytes)
-
-    def weights(self):
-        for i, item in enumerate(self.tensors.items(), 1):
-            if i == len(self.tensors):
-                self.between()
-            yield item
-
-    def sleep(self):
-        pass
-
-    wake = sleep
-
-
-class World:
-    """One trainer rank, in a thread; the controller's end of its stream of commands."""
-
-    def __init__(self, trainer, sender):
-        self._commands, self._answers = queue.SimpleQueue(), queue.SimpleQueue()
-        settings = worker.Settings(device="cpu", timeout_s=600.0)
-        threading.Thread(target=worker.serve, args=(self, trainer, None, sender, settings), daemon=True).start()
-
-    def deal(self, messages, timeout_s):
-        self._commands.put(messages[1])
-
-    def poll(self, source, kind, timeout_s):
-        try:
-            return self._answers.get_nowait()
-        except queue.Empty:
-            return None
-
-    def receive(self, timeout_s):
-        return self._commands.get(timeout=timeout_s)
-
-    def answer(self, answer):
-        self._answers.put(answer)
-
-
-class Engines(Spawner):
-    """Knows where its engines are."""
-
-    pids: dict
-    ports: dict
-
-    async def start(self, name, argv, env, log, host):
-        started = await super().start(name, argv, env, log, host)
-        id = int(name.removeprefix("engine-").partition(".")[0])
-        self.pids[id], self.ports[id] = started.pid, started.port
-        return started
-
-
-class Rig:
-    """The agent, its engines, and the controller's view of them."""
-
-    def __init__(self, folder, model, kind, engines=ENGINES):
-        self.folder, self.model, self.trainer, self.version = folder, model, Trainer(model), 0
-        self.engines = engines
-        (folder / "token").touch(mode=0o600)
-        (folder / "token").write_text("secret")
-        self.mailbox, self.spawner = Mailbox(), Engines()
-        self.spawner.pids, self.spawner.ports = {}, {}
-        datasets = {"math": DataSet(path="none")}
-        self.rewards = RewardPool.start(datasets, 1, 5.0)
-        self.fleet = Fleet(topology_of(engines), self.mailbox)
-        serving = serve(self.settings(datasets), self.mailbox, self.spawner, {"policy": kind}, self.rewards)
-        self.thread = threading.Thread(target=self.mailbox.loop.run_until_complete, args=(serving,), daemon=True)
-        self.thread.start()
-        self.fleet.wait_engines(START_S)
-
-    def settings(self, datasets):
-        path = str(self.folder)
-        return Settings(
-            node=0,
-            rank=0,
-            seed=0,
-            datasets=datasets,
-            tokenizer=path,
-            max_concurrent=4,
-            wait_s=START_S,
-            engines=tuple(EngineStart(id=i, model="policy", path=path, env=dict(os.environ)) for i in self.engines),
-            engine=EngineSettings(
-                host=HOST,
-                log_dir=path,
-                token_file=str(self.folder / "token"),
-                dtype="float32",
-                threads=1,
-                deterministic=False,
-                pause="retract",
-                call_s=60.0,
-                order_s=30.0,
-                start_s=START_S,
-                silence_s=30.0,
-                restarts=100,
-            ),
-        )
-
-    def publisher(self, channel, *, takes_turns=False):
-        name = channel.partition(" ")[0]
-        folder = str(self.folder / "versions") if channel not in ("broadcast", "delta") else ""
-        sync = Sync(channel=name, folder=folder, timeout_s=30.0)
-        world = World(self.trainer, make_sender(sync, HOST, torch.device("cpu")))
-        learner = Learner(world, [1], [1], idle=lambda: self.fleet.pump(0.005))
-        turns = Turns(self.fleet, learner, start_s=START_S, order_s=30.0) if takes_turns else None
-        if turns:
-            turns.is_trainers = False
-        return Publisher(self.fleet, learner, sync, self.folder / "versions", turns=turns)
-
-    def ask(self, engine, path, body):
-        url = f"http://{HOST}:{self.spawner.ports[engine]}{path}"
-        data = json.dumps(body).encode()
-        headers = {"Authorization": "Bearer secret", "Content-Type": "application/json"}
-        with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=10) as answer:
-            return json.load(answer)
-
-    def checksums(self, engine):
-        return self.ask(engine, "/weights_checker", {"action": "checksum"})["ranks"][0]["checksums"]
-
-    def memory(self, engine):
-        """Bytes that its process has."""
-        return int(Path(f"/proc/{self.spawner.pids[engine]}/statm").read_text().split()[1]) * resource.getpagesize()
-
-    def publish(self, publisher):
-        self.version += 1
-        return publisher.publish(self.version, self.engines)
-
-    def hold(self, engines=ENGINES):
-        """Whether these engines hold the trainer's bytes."""
-        wanted = {name: digest(tensor) for name, tensor in self.trainer.tensors.items()}
-        return all(self.checksums(engine).items() >= wanted.items() for engine in engines)
-
-    def told(self, kind):
-        return [message for message in self.mailbox.sent if isinstance(message, kind)]
-
-    def close(self):
-        self.fleet.stop()
-        self.thread.join(30)
-        self.rewards.close()
-        self.spawner.close()
 
 
 @pytest.fixture(scope="module")
@@ -270,6 +61,14 @@ def test_engines_hold_the_bytes_that_were_pushed(rig, channel, publisher):
         assert rig.publish(publisher) == ENGINES
         assert rig.hold()
     assert rig.told(m.Receive)[-1].manifest.kind == ("delta" if "delta" in channel else "full")
+
+
+def test_no_digest_is_computed_that_nobody_compares(rig, channel, publisher, monkeypatch):
+    monkeypatch.setattr(publisher, "_sync", msgspec.structs.replace(publisher._sync, verify=False))
+    monkeypatch.setattr(tensors, "digest", None)
+    rig.trainer.step()
+    assert rig.publish(publisher) == ENGINES
+    assert not rig.told(m.Commit)[-1].digests and rig.hold()
 
 
 @pytest.mark.parametrize("channel", WITH_A_DEATH, indirect=True, scope="module")
@@ -377,3 +176,13 @@ def test_engines_sleep_and_generate_again_with_the_weights_that_come(rig):
         wanted = logits.log_softmax(-1).gather(-1, tokens[0, 3:, None])[:, 0]
         torch.testing.assert_close(torch.tensor([logprob for logprob, _, _ in made]), wanted, atol=1e-4, rtol=0)
     publisher.close()
+
+
+def test_one_that_refuses_to_join_costs_the_others_no_time(rig, caplog):
+    """The last of this module: nobody waits until it is up again."""
+    publisher, pid, start = rig.publisher("broadcast"), rig.spawner.pids[0], time.monotonic()
+    rig.trainer.step()
+    with refusing(rig.spawner.ports[1]):
+        assert rig.publish(publisher) == {0}
+    assert time.monotonic() - start < 10.0 and rig.spawner.pids[0] == pid and rig.hold({0})
+    assert "engine 1 left out of the push: it refuses" in caplog.text

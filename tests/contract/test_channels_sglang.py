@@ -3,42 +3,124 @@ test_channels, without what is the same for every engine."""
 
 import hashlib
 import os
+import re
 import signal
+from itertools import chain
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 import torch
+from transformers import DeepseekV3Config, Qwen3MoeConfig
 
 from runtime import publish
 from runtime.comm import messages as m
 from runtime.comm.weights.handles import SHARED
+from runtime.rollout.spawner import left_by
 from runtime.trainer.base import Scores
-from tests.contract.live import logprobs_of, make_model, perturbed, sglang_kind
-from tests.contract.test_agent_live import session_of
-from tests.contract.test_channels import START_S, Rig, last_byte_flipped
+from tests.contract.live import EOS, VOCABULARY, fused, logprobs_of, made, perturbed, session_of, sglang_kind
+from tests.contract.rig import START_S, Rig
+from tests.contract.test_agent_live import wait
+from tests.contract.test_channels import last_byte_flipped
 
 CHANNELS = ("broadcast", "delta", "delta through a folder", "disk", "ipc")
 PADDED = 64
 """SGLang's vocabulary is a multiple of it."""
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0}
 
 pytestmark = pytest.mark.timeout(500)
 
 
+def make_mixture(folder):
+    """As live.make_model, with experts, and with the output layer's own weights, which SGLang asks of such a model."""
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        norm_topk_prob=True,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        eos_token_id=EOS,
+        pad_token_id=0,
+        architectures=["Qwen3MoeForCausalLM"],
+    )
+    return made(folder, config)
+
+
+def make_latent(folder):
+    """As DeepSeek-V3, of whose attention SGLang fuses two tensors; it asks for fields that transformers leaves out."""
+    config = DeepseekV3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=4,
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=1,
+        q_lora_rank=48,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+        v_head_dim=16,
+        rope_parameters=YARN,
+        max_position_embeddings=512,
+        eos_token_id=EOS,
+        pad_token_id=0,
+        architectures=["DeepseekV3ForCausalLM"],
+        moe_layer_freq=1,
+        scoring_func="sigmoid",
+        topk_method="noaux_tc",
+    )
+    return made(folder, config)
+
+
+def as_in_files(model):
+    """(name, tensor): each expert by itself, as views of what transformers holds together."""
+    biases = ((name, b) for name, b in model.named_buffers() if name.endswith("e_score_correction_bias"))
+    for name, p in chain(model.named_parameters(), biases):
+        layer, experts, of = name.partition(".experts.")
+        if not experts:
+            yield name, p
+            continue
+        pieces = ("gate_proj", "up_proj") if of == "gate_up_proj" else (of,)
+        for i, expert in enumerate(p):
+            for piece, tensor in zip(pieces, expert.chunk(len(pieces)), strict=True):
+                yield f"{layer}.experts.{i}.{piece}.weight", tensor
+
+
+def held_as(name):
+    name = re.sub(r"experts\.\d+\.down_proj\.", "experts.w2_", name)
+    return fused(re.sub(r"experts\.\d+\.(gate|up)_proj\.", "experts.w13_", name))
+
+
 class SGLangRig(Rig):
+    def __init__(self, folder, engines):
+        model = make_mixture(folder)
+        super().__init__(folder, model, sglang_kind(**{"moe-runner-backend": "triton"}), engines)
+        self.trainer.tensors = {name: tensor.clone() for name, tensor in as_in_files(model)}
+
     def wanted(self):
         """What the trainer's tensors are in SGLang, by its checksums."""
         parts = {}
         for name, tensor in self.trainer.tensors.items():
-            for fused, pieces in {
-                "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-                "gate_up_proj": ("gate_proj", "up_proj"),
-            }.items():
-                for piece in pieces:
-                    name = name.replace(f".{piece}.", f".{fused}.")
-            parts.setdefault(name, []).append(tensor)
+            parts.setdefault(held_as(name), []).append(tensor)
         held = {name: torch.cat(tensors) for name, tensors in parts.items()}
-        words = held["model.embed_tokens.weight"]
-        held["model.embed_tokens.weight"] = torch.nn.functional.pad(words, (0, 0, 0, -len(words) % PADDED))
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            held[name] = torch.nn.functional.pad(held[name], (0, 0, 0, -len(held[name]) % PADDED))
         return {name: hashlib.sha256(t.numpy().tobytes()).hexdigest()[:16] for name, t in held.items()}
 
     def hold(self, engines=None):
@@ -53,6 +135,23 @@ class SGLangRig(Rig):
         return opened, sum((p / "maps").read_text().count("/torch_") for p in places), shared()
 
 
+class LatentRig(Rig):
+    """Of two ranks."""
+
+    def __init__(self, folder):
+        server = {"moe-runner-backend": "triton", "disable-shared-experts-fusion": True}
+        model = make_latent(folder)
+        super().__init__(folder, model, sglang_kind(**server), {0})
+        self.trainer.tensors = {name: tensor.clone() for name, tensor in as_in_files(model)}
+
+    def settings(self, datasets):
+        settings = super().settings(datasets)
+        engines = tuple(msgspec.structs.replace(start, num_ranks=2) for start in settings.engines)
+        return msgspec.structs.replace(
+            settings, engines=engines, engine=msgspec.structs.replace(settings.engine, threads=2)
+        )
+
+
 def shared():
     """Of the trainer rank, which is this process."""
     return set(SHARED.glob(f"torch_{os.getpid()}_*"))
@@ -61,7 +160,7 @@ def shared():
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory):
     folder = tmp_path_factory.mktemp("channels")
-    rig = SGLangRig(folder, make_model(folder), sglang_kind(), engines={0})
+    rig = SGLangRig(folder, engines={0})
     yield rig
     rig.close()
 
@@ -120,11 +219,11 @@ def test_channels_are_rebuilt_without_end(rig, publisher):
 def test_engines_sleep_and_generate_again_with_the_weights_that_come_by_handles(rig):
     """Twice. On a CPU SGLang says that it sleeps, and keeps its memory. The canary is the trainer's word."""
     publisher, policy = rig.publisher("ipc", takes_turns=True), perturbed(rig.model, 0, 0.0)
-    publisher._canary = tuple(range(20, 50))
+    publisher._proof = tuple(range(20, 50))
 
     def logprobs(tokens):
-        for name, p in policy.named_parameters():
-            p.copy_(rig.trainer.tensors[name])
+        for name, tensor in as_in_files(policy):
+            tensor.copy_(rig.trainer.tensors[name])
         return torch.from_numpy(logprobs_of(policy, tokens))
 
     rig.trainer.score = lambda batches, *_, **__: [Scores(logprobs=logprobs(b.tokens.tolist())) for b in batches]
@@ -145,8 +244,11 @@ def test_a_member_that_dies_while_it_takes_a_bucket_leaves_nothing(rig, caplog):
     publisher = rig.publisher("ipc")
     assert rig.publish(publisher) == {0}
 
+    left = set()
+
     def kill():
         rig.trainer.between = lambda: None
+        left.update(left_by(session_of(rig.spawner.pids[0])))
         for pid in session_of(rig.spawner.pids[0]):
             os.kill(pid, signal.SIGKILL)
         assert shared()
@@ -154,11 +256,12 @@ def test_a_member_that_dies_while_it_takes_a_bucket_leaves_nothing(rig, caplog):
     rig.trainer.between = kill
     assert rig.publish(publisher) == frozenset()
     assert "engine 0 left out of the push" in caplog.text and not shared()
+    assert left and wait(lambda: not any(path.exists() for path in left), 10.0), "it left them in shared memory"
 
 
 @pytest.mark.long
 def test_a_member_that_dies_in_a_push_is_named_and_the_other_gets_the_version(tmp_path, caplog):
-    rig = SGLangRig(tmp_path, make_model(tmp_path), sglang_kind(), engines={0, 1})
+    rig = SGLangRig(tmp_path, engines={0, 1})
 
     def kill():
         rig.trainer.between = lambda: None
@@ -175,6 +278,30 @@ def test_a_member_that_dies_in_a_push_is_named_and_the_other_gets_the_version(tm
             rig.fleet.wait_engines(START_S)
             assert publisher.publish(rig.version, {1}) == {1}
             assert rig.hold()
+            publisher.close()
+    finally:
+        rig.close()
+
+
+@pytest.mark.long
+def test_what_sglang_fuses_of_latent_attention_comes_whole_to_both_ranks(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLUICE_LATENT_ATTENTION", "1")
+    rig = LatentRig(tmp_path)
+    policy, params = perturbed(rig.model, 0, 0.0), {"max_new_tokens": 16, "ignore_eos": True}
+    asked = {"input_ids": list(range(20, 50)), "sampling_params": params, "return_logprob": True}
+    try:
+        for channel in CHANNELS:
+            publisher = rig.publisher(channel)
+            for seed in range(2):
+                for tensor in rig.trainer.tensors.values():
+                    changes = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed))
+                    tensor += 0.02 * changes.where(changes > 1, 0)
+                assert rig.publish(publisher) == {0}
+                for name, tensor in as_in_files(policy):
+                    tensor.copy_(rig.trainer.tensors[name])
+                made = rig.ask(0, "/generate", asked)["meta_info"]["output_token_logprobs"]
+                wanted = logprobs_of(policy, [*asked["input_ids"], *(token for _, token, _ in made)])[30:]
+                np.testing.assert_allclose([logprob for logprob, _, _ in made], wanted, atol=1e-4, err_msg=channel)
             publisher.close()
     finally:
         rig.close()

@@ -25,6 +25,7 @@ from tests.contract.roles_setup import (
     make_roles,
     scored,
     share_of,
+    taught_apart,
     teach,
 )
 from tests.contract.trainer_setup import CPU, LAYOUTS, around, make_model, obey, weights_of
@@ -192,6 +193,10 @@ def test_distillation_brings_the_policy_to_its_teacher(make, options: dict) -> N
     assert distance() < 0.9 * before
 
 
+def test_of_several_teachers_each_scores_its_own_sequences(make) -> None:
+    assert taught_apart(make(), make(teachers=("untied", "tied"))) < 2e-6
+
+
 def test_kl_in_the_loss_holds_the_policy_back(make) -> None:
     """On samples that are given, not drawn from the policy: there only k2 pulls each log-prob to the reference's."""
     far = {}
@@ -212,10 +217,13 @@ def test_an_algorithm_gets_the_models_that_it_asks_for(make, models) -> None:
     at_work = roles.beside(given, ppo.build(ppo.Config(kl=0.1)))
     assert at_work == roles.Beside(critic=models["tied"], reference=models["tied"])
     assert roles.beside(given, grpo.build(grpo.Config())) == roles.ALONE
-    other = config.Model(path=str(models["untied"]))
+    other = config.Teacher(path=str(models["untied"]))
     given = msgspec.structs.replace(given, reference=other, critic=other, teacher=other)
-    every = roles.Beside(critic=models["untied"], reference=models["untied"], teacher=models["untied"])
-    assert roles.beside(given, distill.build(distill.Config())) == roles.Beside(teacher=models["untied"])
+    every = roles.Beside(critic=models["untied"], reference=models["untied"], teachers=(other,))
+    assert roles.beside(given, distill.build(distill.Config())) == roles.Beside(teachers=(other,))
+    named = {"math": other, "code": config.Teacher(path=str(models["tied"]))}
+    several = msgspec.structs.replace(given, teacher=None, teachers=named)
+    assert roles.beside(several, distill.build(distill.Config())).teachers == (other, named["code"])
     options = config.Trainer(kind=make.keywords["kind"], precision="float32")
     trained = factory.make(models["tied"], options, CPU, temperature=1.0, bucket_bytes=1, beside=every)
     assert scored(trained, "reference").equal(scored(trained, "teacher"))

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from runtime import config
 from runtime.errors import ConfigError
+from runtime.rollout.embedded.weights import Weights
 from runtime.trainer import factory
 from runtime.trainer import model as model_module
 from runtime.trainer.algorithms import grpo
@@ -40,6 +41,7 @@ from tests.contract.trainer_setup import (
     train,
     weights_of,
 )
+from tests.megatron import models as families
 
 PADDING = 5
 """As a model's config may name a token that means something too: it is trained like any other."""
@@ -259,11 +261,40 @@ def test_manifest_names_what_is_sent_and_tied_weights_go_once(make, models) -> N
         assert all(t.equal(on_disk[n]) for n, t in sent) and len(sent) == len(on_disk)
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_experts_are_sent_one_by_one_as_files_hold_them(make, name: str, tmp_path: Path) -> None:
+    trainer = make(families.make(name, tmp_path))
+    train(trainer, batch_of(0))
+    trainer.export(tmp_path / "hf")
+    on_disk = {n: t for file in (tmp_path / "hf").glob("*.safetensors") for n, t in load_file(file).items()}
+    sent, manifest = weights_of(trainer), trainer.manifest()
+    assert manifest.names == tuple(sent) and manifest.shapes == tuple(tuple(t.shape) for t in sent.values())
+    assert all(t.equal(on_disk[n]) for n, t in sent.items()) and any(".experts.3.up_proj." in n for n in sent)
+    assert sent.keys() == on_disk.keys() and (name == "qwen3_moe" or any("e_score_correction_bias" in n for n in sent))
+
+    net = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32).requires_grad_(False)
+    engine, exported = Weights(net), AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    for _ in range(2):
+        engine.begin()
+        engine.load(sent.items())
+        engine.end()
+        assert all(t.equal(net.state_dict()[n]) for n, t in exported.state_dict().items())
+        engine.release()
+        assert all(p.numel() == 0 for p in net.parameters())
+        engine.resume()
+
+
 @pytest.mark.parametrize("name", ["tied", "untied"])
 def test_restore_is_bit_exact(make, models, trained, name: str, tmp_path: Path) -> None:
     trainer = trained[name]
     trainer.save(tmp_path / "checkpoint").result()
     other = make(models[name], warmup_updates=9)
+    shard = tmp_path / "checkpoint/__0_0.distcp"
+    written = shard.read_bytes()
+    shard.write_bytes(written[:-4000] + b"?" + written[-3999:])
+    with pytest.raises(ConfigError, match=r"__0_0\.distcp: it is not as it was written"):
+        other.restore(tmp_path / "checkpoint")
+    shard.write_bytes(written)
     other.restore(tmp_path / "checkpoint")
     trainer.export(tmp_path / "hf")
     control = make(tmp_path / "hf", warmup_updates=9)
@@ -289,6 +320,8 @@ def test_restored_and_undisturbed_go_on_alike(make, models, tmp_path: Path) -> N
         found = [train(other, batch_of(seed)) for seed in seeds][-1]
         assert found == expected
         assert all(t.equal(weights_of(undisturbed)[n]) for n, t in other.weights())
+    with pytest.raises(ConfigError, match=r"no checkpoint of this model: .*(lm_head|output_layer)"):
+        make(models["untied"]).restore(tmp_path / "start")
 
 
 def test_what_is_saved_is_written_while_training_goes_on(make, models, tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ from runtime.fleet import Fleet
 from runtime.rollout.agent import serve
 from runtime.rollout.scoring import RewardPool
 from runtime.topology import EngineSlot, RankSlot, Topology
-from tests.contract.live import make_model, sglang_kind
-from tests.contract.test_agent_live import session_of, wait
-from tests.contract.test_channels import START_S, Engines, Mailbox, Rig, Trainer
+from tests.contract.live import make_model, session_of, sglang_kind
+from tests.contract.rig import START_S, Engines, Mailbox, Rig, Trainer
+from tests.contract.test_agent_live import wait
 
 RANKS = (0, 2)
 """Of the agents."""
@@ -63,7 +63,7 @@ class WideRig(Rig):
         (folder / "token").touch(mode=0o600)
         (folder / "token").write_text("secret")
         self.mailbox, self.spawners, self.events = Mailboxes(), [Engines() for _ in RANKS], []
-        self.spawner = self.spawners[0]
+        self.spawner, self.worlds = self.spawners[0], []
         datasets = {"math": DataSet(path="none")}
         self.pools = [RewardPool.start(datasets, 1, 5.0) for _ in RANKS]
         self.fleet = Fleet(TOPOLOGY, self.mailbox, lambda kind, _, why: self.events.append((kind, why)))
@@ -85,7 +85,8 @@ class WideRig(Rig):
 
     def agrees(self):
         """Whether what it generates has the log-probs of the trainer's weights."""
-        asked = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 8}, "return_logprob": True}
+        params = {"max_new_tokens": 8, "ignore_eos": True}
+        asked = {"input_ids": [5, 6, 7], "sampling_params": params, "return_logprob": True}
         made = self.ask(0, "/generate", asked)["meta_info"]["output_token_logprobs"]
         tokens = torch.tensor([[5, 6, 7, *(token for _, token, _ in made)]])
         logits = torch.func.functional_call(self.model, self.trainer.tensors, (tokens,)).logits[0, 2:-1]
@@ -93,6 +94,8 @@ class WideRig(Rig):
         return len(made) == 8 and torch.allclose(torch.tensor([p for p, _, _ in made]), wanted, atol=1e-4)
 
     def close(self):
+        for world in self.worlds:
+            world.stop()
         self.fleet.stop()
         self.thread.join(30)
         for closed in (*self.pools, *self.spawners):
@@ -104,10 +107,11 @@ class WideRig(Rig):
 def test_an_engine_on_two_nodes_takes_weights_and_is_lost_and_back_as_a_whole(tmp_path):
     rig = WideRig(tmp_path, make_model(tmp_path))
     try:
-        for channel in ("broadcast", "delta", "disk"):
-            publisher = rig.publisher(channel)
+        for channel in ("broadcast", "delta", "disk", "ipc", "ipc in turns"):
+            publisher = rig.publisher(channel, takes_turns="turns" in channel)
             for _ in range(2):
                 rig.trainer.step()
+                publisher.make_room()
                 assert rig.publish(publisher) == {0}
                 assert rig.agrees(), channel
             publisher.close()

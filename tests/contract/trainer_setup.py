@@ -19,7 +19,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from runtime import config, topology
 from runtime.batching import make_batch
-from runtime.comm import messages as m
+from runtime.comm import commands as c
 from runtime.config import Parallel
 from runtime.trainer import worker
 from runtime.trainer.algorithms import grpo
@@ -201,12 +201,12 @@ def obey(
     trainer: Trainer, share: Share | None, algorithm: Algorithm | None = None, device: str = "cpu"
 ) -> dict[str, float]:
     """The share trained by the program of a trainer rank, times aside."""
-    said: list[m.Answer] = []
-    commands = [m.StopTrainer(), m.Train(share=share)]
+    said: list[c.Answer] = []
+    commands = [c.StopTrainer(), c.Train(share=share)]
     port = SimpleNamespace(receive=lambda timeout_s: commands.pop(), answer=said.append)
     algorithm = algorithm or grpo.build(grpo.Config())
     worker.serve(port, trainer, algorithm, None, worker.Settings(device=device, timeout_s=1.0))
-    (metrics,) = (answer.metrics for answer in said if isinstance(answer, m.Trained))
+    (metrics,) = (answer.metrics for answer in said if isinstance(answer, c.Trained))
     return {name: value for name, value in metrics.items() if not name.endswith("_s")}
 
 
@@ -242,6 +242,8 @@ def one_layout(make, num_dp: int, folder: Path, models: dict[str, Path]) -> None
             trainer.save(folder / "start").result()
         seen[f"{name}-{precision}"] = train_three(trainer, num_dp)
         weights = weights_of(trainer)
+        shapes = dict(zip(trainer.manifest().names, trainer.manifest().shapes, strict=True))
+        assert shapes == {key: tuple(tensor.shape) for key, tensor in weights.items()}
         saving = trainer.save(folder / f"{name}-{precision}")
         trainer.export(folder / f"{name}-{precision}-hf")
         saving.result()

@@ -16,7 +16,7 @@ import yaml
 from launcher import check, files
 from launcher.commands import RESUMABLE
 from runtime import plugins
-from runtime.comm import messages
+from runtime.comm import commands, messages
 from runtime.errors import EXIT_CODES
 from runtime.load import load_run, load_site, read_run
 from runtime.types import Prompt
@@ -24,6 +24,8 @@ from tests.docs.blocks import DOCUMENTS, ROOT, Block, Shell, blocks, make_target
 
 QUICKSTART = "python -m launcher submit configs/quickstart.yaml"
 OWN_RUN = "python -m launcher submit my_run.yaml"
+SGLANG = "/project/sglang-env"
+"""Where the README's reader has SGLang."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,7 @@ def shell(quickstart: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             path = folder / block.file
             assert not path.exists(), f"{block}: {block.file} is shown twice"
             path.parent.mkdir(exist_ok=True)
-            path.write_text(block.text)
+            path.write_text(block.text.replace(SGLANG, str(ROOT / ".venv-sglang")))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(folder)
@@ -99,17 +101,20 @@ def test_every_block_is_of_a_kind_that_is_tested() -> None:
 def test_configs_are_accepted(block: Block, shell: Shell) -> None:
     keys = yaml.safe_load(block.text)
     path = shell.folder / (block.file or f"{block.document.replace('/', '-')}-{block.line}.yaml")
-    if "scheduler" in keys:
-        assert load_site(str(path)).cpu_slots_per_node > 1
+    if {"scheduler", "slurm"} & {*keys}:
+        site = load_site(str(path))
+        assert site.name == keys["name"] and (site.gpus_per_node or site.cpu_slots_per_node > 1)
         return
     if not block.file:
         path.write_text(("" if "name" in keys else "extends: configs/quickstart.yaml\n") + block.text)
     loaded = read_run(path)
-    warnings = check.everything(loaded, load_site(loaded.config.site))
-    assert all("different prompts" in warning for warning in warnings), warnings
+    site = load_site(loaded.config.site)
+    expected = ("different prompts", *(("is built for CPUs only", "runs_dir is in /tmp") if site.gpus_per_node else ()))
+    warnings = check.everything(loaded, site)
+    assert all(any(words in warning for words in expected) for warning in warnings), warnings
 
 
-def test_every_key_of_a_run_is_shown_with_its_default(shell: Shell, tmp_path: Path) -> None:
+def test_every_key_of_a_run_is_shown_with_its_default(shell: Shell) -> None:
     shown = yaml.safe_load(Path("everything.yaml").read_text())
     config = load_run("everything.yaml")
 
@@ -122,8 +127,8 @@ def test_every_key_of_a_run_is_shown_with_its_default(shell: Shell, tmp_path: Pa
     required = {key: shown[key] for key in ("name", "num_steps", "models")}
     required["data"] = [{"path": shown["data"][0]["path"]}]
     required["rollout"] = {key: shown["rollout"][key] for key in ("num_prompts", "num_samples")}
-    (tmp_path / "required.yaml").write_text(yaml.safe_dump(required))
-    assert load_run(tmp_path / "required.yaml") == config
+    Path("required.yaml").write_text(yaml.safe_dump(required))
+    assert load_run("required.yaml") == config
 
 
 @pytest.mark.parametrize("block", blocks("jsonl"), ids=str)
@@ -206,6 +211,30 @@ def test_the_run_folder_is_as_described(shell: Shell) -> None:
         if "attempts" in first:
             for name in re.findall(r"`([^`]+)`", second):
                 assert list((run / "attempts/0").glob(re.sub(r"<\w>", "*", name))), name
+    named = {name.split("/")[0] for first, _ in rows for name in re.findall(r"`([^`]+)`", first)}
+    assert {path.name for path in run.iterdir()} <= named
+
+
+def test_every_metric_is_explained(shell: Shell) -> None:
+    """Those of two runs, of which one evaluates and the other has an algorithm of its own, and what code alone tells
+    of other algorithms; and no metric is that nothing writes."""
+    rows = re.findall(r"^\| (`.+?) \|", text_of("docs/metrics.md"), re.MULTILINE)
+    explained = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+    assert len({*explained}) == len(explained), "a metric is explained twice"
+    written = set()
+    for command, name in ((QUICKSTART, "quickstart"), (OWN_RUN, "my-run")):
+        shell.run(command)
+        lines = (shell.newest(name) / "metrics.jsonl").read_text().splitlines()
+        written |= {key for line in lines for key in json.loads(line)}
+    written = {re.sub(r"^eval/\w+/", "eval/<name>/", key) for key in written - {"logprob"}}  # my_project.rloo's
+    assert {"eval/<name>/accuracy", "reward", "push_s"} <= written
+    code = "".join(path.read_text() for path in sorted((ROOT / "runtime").rglob("*.py")))
+    only_some = set(re.findall(r'(?:sums|metrics)\["(\w+)"\] =', code))
+    assert {"kl", "entropy", "explained_variance"} <= only_some
+    assert written | only_some <= {*explained}
+    for name in explained:
+        own = re.sub(r"^(critic_|eval/<name>/)|<\w>$|^\w+(?=_divergence)", "", name)
+        assert re.search(rf'["}}]{own}["{{]', code), f"{name}: no code says {own!r}"
 
 
 def test_every_exit_report_is_explained_with_its_code() -> None:
@@ -233,8 +262,9 @@ def test_every_message_is_in_the_architecture() -> None:
     table = text_of("docs/architecture.md").split("## Who talks to whom")[1].split("\n## ")[0]
     kinds = {
         name
-        for name, value in vars(messages).items()
-        if isinstance(value, type) and value.__module__ == messages.__name__ and issubclass(value, msgspec.Struct)
+        for module in (commands, messages)
+        for name, value in vars(module).items()
+        if isinstance(value, type) and value.__module__ == module.__name__ and issubclass(value, msgspec.Struct)
     }
     kinds = {name for name in kinds if not name.startswith("_")}
     assert set(re.findall(r"`([A-Z]\w+)`", table)) == kinds

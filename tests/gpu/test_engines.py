@@ -16,11 +16,12 @@ import torch
 from runtime.comm.weights.folder import FolderSender
 from runtime.comm.weights.handles import Lender
 from runtime.rollout.engines import sglang
-from runtime.rollout.process import Spawner
+from runtime.rollout.spawning import Spawner
 from tests.contract.live import MAX_LENGTH, Kind, Live, make_model, manifest_of, off, perturbed
 
 GPU = torch.device("cuda:0")
 PYTHON = os.environ.get("SGLANG_PYTHON", "")
+os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")  # as launcher.plan has it for one machine; NCCL reads it once
 TOKENS = 1 << 20
 CACHE_BYTES = TOKENS * 2 * 2 * 2 * 64 * 2
 """Of keys and values: 2 layers with 2 heads of 64, in bfloat16."""
@@ -125,6 +126,8 @@ def test_an_engine_that_sleeps_has_given_its_memory_back(
 def test_a_weight_group_over_nccl_brings_the_bytes(
     runner: asyncio.Runner, folder: Path, model: torch.nn.Module
 ) -> None:
+    sglang.build(sglang.Config(python=PYTHON)).check_group("SGLANG_PYTHON")
+
     async def scenario(live: Live) -> None:
         await live.push_through_folder(FolderSender(), model, 1)
         wanted = await live.engine.checksums()

@@ -11,7 +11,10 @@ from runtime.config import Lora
 from tests.contract.trainer_setup import WANTED, around, batch_of, make_model, make_trainer, tensors, train, weights_of
 from tests.gpu.memory import measure
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.timeout(900),  # kernels are compiled on first use
+]
 GPU = torch.device("cuda:0")
 
 

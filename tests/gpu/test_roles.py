@@ -10,7 +10,10 @@ import torch
 from tests.contract.roles_setup import make_roles, scored, teach
 from tests.contract.trainer_setup import LAYOUTS, around, make_model
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.timeout(900),  # kernels are compiled on first use
+]
 GPU = torch.device("cuda:0")
 
 

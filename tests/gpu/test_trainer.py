@@ -11,7 +11,10 @@ import torch.distributed as dist
 from tests.contract.trainer_setup import batch_of, make_model, make_trainer, tensors, train
 from tests.gpu.memory import measure
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.timeout(900),  # kernels are compiled on first use
+]
 GPU = torch.device("cuda:0")
 
 

@@ -65,6 +65,7 @@ def check(folder: Path, parallel: Parallel, numbers: list[int], num: int) -> dic
         return (models.weights(n, len(values)) * values).sum()
 
     training = mm.Training(shards_optimizer=True, has_values=True)
+    parallel = mm.beside(folder / POLICY, parallel)
     critic = mm.build(folder / POLICY, parallel, CPU, torch.float32, training=training)
     if (head := critic.weights.held.get("output_layer.weight")) is not None:
         assert head.eq(0).all()
@@ -96,6 +97,7 @@ class StandIn:
 
     def __init__(self, model: mm.Model) -> None:
         self.model, self.device, self.dtype, self.temperature = model, CPU, torch.float32, 1.0
+        self.float32_output = False
 
 
 def norm_of(model: mm.Model) -> float:

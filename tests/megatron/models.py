@@ -82,6 +82,7 @@ CONFIGS: dict[str, Any] = {
     "qwen3_moe_raw": lambda: hf.Qwen3MoeConfig(**DENSE, **{**MIXTURE, "norm_topk_prob": False}, decoder_sparse_step=2),
     "deepseek_v3": lambda: hf.DeepseekV3Config(**LATENT, rope_parameters=YARN),
     "deepseek_v3_plain": lambda: hf.DeepseekV3Config(**{**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1}),
+    "deepseek_v3_late": lambda: hf.DeepseekV3Config(**{**LATENT, "first_k_dense_replace": 2}, rope_parameters=YARN),
     "glm4_moe": lambda: hf.Glm4MoeConfig(
         **{k: v for k, v in LATENT.items() if not k.endswith(("_rank", "nope_head_dim", "rope_head_dim", "v_head_dim"))}
         | {"n_group": 1, "topk_group": 1, "num_key_value_heads": 2},

@@ -13,6 +13,7 @@ import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,14 +21,14 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from safetensors.torch import load_file
 
 from runtime import topology
-from runtime.comm.messages import Failed
+from runtime.comm.commands import Failed
 from runtime.config import Parallel
 from runtime.trainer.megatron import groups, schedule
 from runtime.trainer.megatron import model as mm
 from runtime.trainer.megatron.convert import Listed
 from runtime.trainer.megatron.cpu import megatron_on_cpu
 from runtime.trainer.megatron.model import Model
-from runtime.trainer.megatron.scores import whole_logits
+from runtime.trainer.megatron.packing import Packed
 from runtime.trainer.megatron.spread import from_leader
 from runtime.trainer.megatron.weight_files import WeightFiles
 from tests.megatron import beside, models
@@ -49,8 +50,9 @@ def main(folder: Path, rank: int, num_ranks: int) -> None:
             for name in names:
                 begun = time.monotonic()
                 try:
-                    model, *half = name.split()
-                    answers[f"{layout} {name}"] = (in_half if half else case)(folder / model, parallel)
+                    model, *way = name.split()
+                    run = WAYS[way[0]] if way else case
+                    answers[f"{layout} {name}"] = run(folder / model, parallel)
                 except Exception as e:
                     answers[f"{layout} {name}"] = {"failed": f"{e!r}\n{traceback.format_exc()}"}
                 answers[f"{layout} {name}"]["seconds"] = time.monotonic() - begun
@@ -98,7 +100,8 @@ def case(folder: Path, parallel: Parallel) -> dict[str, float]:
     found["round trip after training"] = float(not is_unchanged(model, folder))  # only an optimizer changes weights
     found |= gradients(model, {k.removeprefix("grad."): v for k, v in wanted.items() if k.startswith("grad.")})
     found["updated weight"] = update(model, wanted, is_sharded=False)
-    model = mm.build(folder, parallel, CPU, torch.float32, training=mm.Training(shards_optimizer=True))
+    training = mm.Training(shards_optimizer=True, recomputes=True)
+    model = mm.build(folder, parallel, CPU, torch.float32, training=training)
     schedule.train(model, batches, loss, models.TEMPERATURE, ENTROPY)
     found["weight updated in shards"] = update(model, wanted, is_sharded=True)
     return found | (beside.check(folder.parent, parallel, numbers, num) if folder.name == beside.POLICY else {})
@@ -122,6 +125,71 @@ def in_half(folder: Path, parallel: Parallel) -> dict[str, float]:
         assert scores.logprobs.dtype == torch.float32
         put(found, "logprobs in bfloat16", scores.logprobs - wanted[f"logprobs.{n}"])
     return found
+
+
+def in_float32_at_last(folder: Path, parallel: Parallel) -> dict[str, float]:
+    """A model in bfloat16 whose logits are float32: exactly the product of what the output layer sees, and gradients
+    reach every weight, cut or not."""
+    wanted, batches = load_file(folder / "reference-6.bin"), models.batches(6)
+    model = mm.build(folder, parallel, CPU, torch.bfloat16, training=mm.Training(), float32_output=True)
+    found = {"round trip": float(not is_unchanged(model, folder))} if folder.name in models.HALF else {}
+
+    def look(layer: Any, arguments: tuple[Any, ...], given: dict[str, Any], out: tuple[torch.Tensor, None]) -> None:
+        hidden = torch.cat(all_gather(arguments[0], groups.tensor())) if parallel.sequence_parallel else arguments[0]
+        weight = layer.weight if given["weight"] is None else given["weight"]
+        assert out[0].dtype == torch.float32
+        put(found, "logits of hidden states", out[0] - hidden.float() @ weight.float().T)
+
+    for chunk in model.chunks:
+        chunk.train()
+        if (layer := getattr(chunk.module, "output_layer", None)) is not None:
+            layer.register_forward_hook(look, with_kwargs=True)
+    for n, scores in enumerate(schedule.score(model, batches, models.TEMPERATURE, frozenset())):
+        put(found, "logprobs in bfloat16", scores.logprobs - wanted[f"logprobs.{n}"])
+
+    def loss(i, scores):
+        return models.loss(i, scores.logprobs, scores.entropy), None
+
+    schedule.train(model, batches, loss, models.TEMPERATURE, ENTROPY)
+    in_float32 = {key.removeprefix("grad."): grad for key, grad in wanted.items() if key.startswith("grad.")}
+    return found | {f"{name} in bfloat16": error for name, error in gradients(model, in_float32).items()}
+
+
+def beside_experts(folder: Path, parallel: Parallel) -> dict[str, float]:
+    """Models without experts where the policy's are shared out."""
+    share, dp = groups.data().rank(), groups.data().size()
+    return beside.check(folder.parent, parallel, list(range(6))[share::dp], 6)
+
+
+def apart(folder: Path, parallel: Parallel) -> dict[str, float]:
+    """A teacher whose experts all ranks of a stage share out, unlike the policy's."""
+    expert, share, dp = dist.get_world_size() // parallel.pipeline, groups.data().rank(), groups.data().size()
+    model = mm.build(folder, mm.beside(folder, parallel, expert), CPU, torch.float32)
+    own = {name.split(".")[6] for name in model.weights.held if ".local_experts." in name}
+    assert expert != parallel.expert and len(own) == model.hf.num_experts // expert
+    found, wanted = {"round trip": float(not is_unchanged(model, folder))}, load_file(folder / "reference-6.bin")
+    numbers = range(6)[share::dp]
+    batches = [models.batches(6)[n] for n in numbers]
+    for n, scores in zip(numbers, schedule.score(model, batches, models.TEMPERATURE, frozenset()), strict=True):
+        put(found, "logprobs", scores.logprobs - wanted[f"logprobs.{n}"])
+    return found
+
+
+WAYS = {"bfloat16": in_half, "float32-output": in_float32_at_last, "beside": beside_experts, "apart": apart}
+"""Of running a model, beside `case`."""
+
+
+def whole_logits(logits: torch.Tensor, packed: Packed) -> torch.Tensor:
+    """[1, L, V / tp] of this rank -> [T, V] of the whole micro-batch: row t is that of tokens[t]'s prefix, 0 at
+    starts."""
+    rows = all_gather(torch.cat(all_gather(logits[0], groups.tensor()), -1), groups.context())
+    return torch.cat(rows)[packed.source].masked_fill(packed.is_start[:, None], 0.0)
+
+
+def all_gather(part: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    parts = [torch.empty_like(part) for _ in range(group.size())]
+    dist.all_gather(parts, part.contiguous(), group=group)
+    return parts
 
 
 def put(found: dict[str, float], name: str, difference: torch.Tensor) -> None:

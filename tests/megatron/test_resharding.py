@@ -19,19 +19,22 @@ from tests.contract.trainer_setup import around, batch_of, leaders, make_trainer
 from tests.megatron import models
 
 DENSE, SPARSE, LATENT = "qwen3_odd", "qwen3_moe", "deepseek_v3_plain"
-ADAPTED, ADAPTED_LATENT = f"{DENSE} adapted", f"{LATENT} adapted"
+ADAPTED, ADAPTED_LATENT, ADAPTED_ONCE = f"{DENSE} adapted", f"{LATENT} adapted", f"{SPARSE} adapted"
 CUTS = {
     "dp2": (Parallel(), (DENSE, SPARSE)),
     "tp2": (Parallel(tensor=2), (DENSE, ADAPTED)),
     "tp2 sp": (Parallel(tensor=2, sequence_parallel=True), (SPARSE, LATENT, ADAPTED, ADAPTED_LATENT)),
-    "pp2": (Parallel(pipeline=2), (DENSE, SPARSE, ADAPTED)),
-    "pp2 vpp2": (Parallel(pipeline=2, virtual_pipeline=2), (DENSE,)),
-    "ep2": (Parallel(expert=2), (SPARSE, LATENT, ADAPTED_LATENT)),
+    "pp2": (Parallel(pipeline=2), (DENSE, SPARSE, ADAPTED, ADAPTED_ONCE)),
+    "pp2 vpp2": (Parallel(pipeline=2, virtual_pipeline=2), (DENSE, ADAPTED)),
+    "cp2": (Parallel(context=2), (ADAPTED,)),
+    "ep2": (Parallel(expert=2), (SPARSE, LATENT, ADAPTED_LATENT, ADAPTED_ONCE)),
 }
 """Each reads its own checkpoint and that of the one before with the same model."""
+"""SPARSE has adapters in its one layer without experts only: the second pipeline stage has none."""
 ADAPTERS = {
     DENSE: Lora(rank=2, targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")),
     LATENT: Lora(rank=2),
+    SPARSE: Lora(rank=2, targets=("down_proj",)),
 }
 CASES = [(cut, name) for cut, (_, names) in CUTS.items() for name in names]
 
@@ -120,7 +123,8 @@ def test_each_parameter_counts_its_updates_itself(found):
     """Sharing the count, each parameter's update would move it on for all."""
     restored = [seen for rank in found for key, seen in rank.items() if " as " in key]
     assert len(restored) == 2 * sum(len(sources(cut, name)) for cut, name in CASES)
-    assert all(seen["counts"] == [3.0] and seen["shared"] == 0 for seen in restored)
+    assert all(seen["shared"] == 0 for seen in restored)
+    assert [seen["counts"] for seen in restored if seen["counts"] != [3.0]] == [[]], "a stage has nothing to update"
 
 
 def test_a_checkpoint_of_another_model_or_half_of_one_changes_nothing(folder, tmp_path):
@@ -133,7 +137,7 @@ def test_a_checkpoint_of_another_model_or_half_of_one_changes_nothing(folder, tm
         train(trainer, batch_of(0))
         after = weights_of(trainer)
         (tmp_path / "half/metadata.json").unlink()
-        with pytest.raises(ConfigError, match="no checkpoint of this model"):
+        with pytest.raises(ConfigError, match=r"metadata\.json: No such file"):
             trainer.restore(tmp_path / "half")
         assert all(tensor.equal(after[name]) for name, tensor in trainer.weights())
         assert not all(tensor.equal(before[name]) for name, tensor in trainer.weights())

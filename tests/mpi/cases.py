@@ -15,10 +15,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from runtime.comm.messages import Answer, Command, Describe, Done, Failed, Save, Train, Trained
+from runtime.comm.commands import Answer, Command, Describe, Done, Failed, Save, Train, Trained
 from runtime.comm.world import World
-from runtime.config import Cluster, Rollout, SiteConfig
+from runtime.config import Cluster, Rollout
 from runtime.errors import WaitTimeout
+from runtime.site import SiteConfig
 from runtime.topology import make
 from runtime.types import MicroBatch, Share, Totals
 

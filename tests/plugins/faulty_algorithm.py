@@ -15,7 +15,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     where: str
     """controller or trainer"""
     how: str
-    """raise, thread, memory, exit or hang"""
+    """raise, thread, memory, exit or leave"""
     calls: int
     """Goes wrong at this call of its function, counted from 1."""
     stamp: str

@@ -41,7 +41,6 @@ def sets(prefix: str, values: dict) -> list[str]:
 
 ALGORITHM_FAULTS = {
     ("controller", "raise"): ("bug", "RuntimeError: broken in the controller"),
-    ("trainer", "raise"): ("bug", "RuntimeError: broken in the trainer"),
     ("trainer", "thread"): ("bug", "ZeroDivisionError"),
     ("trainer", "memory"): ("out_of_memory", "no room for the logits"),
     ("trainer", "leave"): ("bug", "SystemExit: 4"),
@@ -127,28 +126,23 @@ def test_a_run_whose_every_sample_fails_ends_and_says_why(runs_dir):
     assert "80 groups in a row were dropped" in report["message"] and "refused 13 tokens" in report["message"], report
 
 
-def test_a_rank_that_is_killed_ends_the_attempt_and_the_next_one_goes_on(runs_dir):
-    run = kill.start(CONFIG, runs_dir)
+@pytest.mark.timeout(400)
+def test_a_rank_is_killed_the_next_attempt_is_told_to_stop_and_a_resume_finishes_the_run(runs_dir):
+    run = kill.start(CONFIG, runs_dir, ["staleness.max_versions=2", "num_steps=8"])
     kill.wait_phase(run, kill.Moment(phase="rollout", step=3))
+    kill.wait("a checkpoint", lambda: any(run.glob("checkpoints/*/COMPLETE")), 60)
     ranks = [p for p in kill.processes_of(run) if b"\0runtime.main\0" in Path(f"/proc/{p}/cmdline").read_bytes()]
     ranks = [p for p in ranks if b"PMI_RANK=1\0" in Path(f"/proc/{p}/environ").read_bytes()]
     os.kill(min(ranks), signal.SIGKILL)
-    kill.wait_done(run)
+    kill.wait("the next attempt", lambda: kill.status(run)["attempt"] == 1, 60)
     assert report_of(run, 0)["kind"] == "peer_lost"
-    assert kill.status(run)["attempt"] == 1
-    assert ledger.check(run) == []
-    assert [m["step"] for m in kill.metrics(run)] == [1, 2, 3, 4, 5]
-
-
-def test_a_run_told_to_stop_saves_and_a_resume_finishes_it(runs_dir):
-    run = kill.start(CONFIG, runs_dir, ["staleness.max_versions=2"])
-    kill.wait_phase(run, kill.Moment(phase="train", step=1))
+    kill.wait_phase(run, kill.Moment(phase="train"))
     os.kill(kill.status(run)["pid"], signal.SIGTERM)
     assert wait_end(run) == "ended"
-    assert report_of(run)["kind"] == "preempted"
+    assert report_of(run, 1)["kind"] == "preempted"
     trained = [m["step"] for m in kill.metrics(run)]
-    assert trained and trained[-1] < 5
+    assert 2 < trained[-1] < 8, "it went on from a checkpoint, and saved"
     kill.resume(run)
     kill.wait_done(run)
-    assert [m["step"] for m in kill.metrics(run)] == [1, 2, 3, 4, 5], "no step was trained twice"
+    assert [m["step"] for m in kill.metrics(run)] == [1, 2, 3, 4, 5, 6, 7, 8], "no step was trained twice"
     assert ledger.check(run) == []

@@ -35,7 +35,9 @@ PHASES: Final = ("rollout", "train", "push", "save", "write")
 COMMAND_LIMIT_S: Final = 120.0
 RUN_LIMIT_S: Final = 600.0
 GONE_LIMIT_S: Final = 10.0
-POLL_S: Final = 0.002
+POLL_S: Final = 0.05
+PHASE_POLL_S: Final = 0.002
+"""A phase may be that short."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +80,11 @@ def wait_supervised(run: Path) -> None:
     wait(f"the supervisor of {run.name}", lambda: status(run)["pid"] != 0, COMMAND_LIMIT_S)
 
 
-def wait(what: str, is_so: Callable[[], bool], limit_s: float) -> None:
+def wait(what: str, is_so: Callable[[], bool], limit_s: float, poll_s: float = POLL_S) -> None:
     end = time.monotonic() + limit_s
     while not is_so():
         assert time.monotonic() < end, f"waited {limit_s:.0f} s for {what}"
-        time.sleep(POLL_S)
+        time.sleep(poll_s)
 
 
 def status(run: Path) -> dict[str, Any]:
@@ -138,7 +140,7 @@ def wait_phase(run: Path, moment: Moment) -> set[int]:
         met = is_writing(run) if moment.phase == "write" else any(e["phase"] == moment.phase for e in lines)
         return met and any(e["step"] >= moment.step for e in lines)
 
-    wait(f"{moment} of {run.name}", is_there, RUN_LIMIT_S)
+    wait(f"{moment} of {run.name}", is_there, RUN_LIMIT_S, PHASE_POLL_S)
     return known
 
 

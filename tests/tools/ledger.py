@@ -7,7 +7,8 @@ there cannot hide itself here. What it holds the run to:
 
 1. Leases are numbered 0, 1, 2, ... and each is of another prompt. A lease that an attempt left running may be handed
    out again by a later one, as long as its group was not finished.
-2. Every lease ends exactly once: its group is dropped with a reason, or trained, or at the end still ready or running.
+2. Every lease ends exactly once: it or its group is dropped with a reason, or trained, or at the end still ready or
+   running.
 3. A trained group is there with all its samples 0 .. num_samples - 1 and all their segments, each named once, in one
    step; a sample that is left out says why.
 4. Steps are 0, 1, 2, ..., each of num_prompts groups, each with its line of metrics.
@@ -56,6 +57,8 @@ class Ledger:
     """Lease -> the attempt that last handed it out."""
     end: Event | None = None
     is_engine_down: bool = False
+    unexplained: list[int] = field(default_factory=list)
+    """Versions that nobody took, with no engine down so far: it may have been lost in the push."""
     problems: list[str] = field(default_factory=list)
 
     def read(self, events: Iterable[Event]) -> None:
@@ -64,6 +67,7 @@ class Ledger:
             "attempt": self.attempt,
             "leased": self.leased,
             "group": self.group,
+            "dropped": self.drop,
             "trained": self.sample,
             "excluded": self.sample,
             "pushed": self.push,
@@ -80,6 +84,7 @@ class Ledger:
     def attempt(self, event: Event) -> None:
         self.attempts += 1
         self.is_engine_down = False
+        self.unexplained.clear()
         self.end = None
 
     def leased(self, event: Event) -> None:
@@ -105,6 +110,13 @@ class Ledger:
         if not event["kept"] and not event["reason"]:
             self.problems.append(f"the group of lease {number} was dropped without a reason")
         lease.finished, lease.dropped, lease.num_lines = True, not event["kept"], event["samples"]
+
+    def drop(self, event: Event) -> None:
+        """What an attempt begins without, though an earlier one left it running or ready."""
+        if (lease := self.lease_of(event)) is not None:
+            if lease.dropped or not event["reason"]:
+                self.problems.append(f"lease {event['lease']} is dropped again, or without a reason")
+            lease.dropped = True
 
     def sample(self, event: Event) -> None:
         """A trained or excluded one."""
@@ -138,19 +150,26 @@ class Ledger:
         version, newest = event["version"], max(self.pushed, default=-1)
         if version not in (newest, newest + 1):
             self.problems.append(f"version {version} is pushed after {newest}")
+        self.check_explained()
         if not event["engines"] and not self.is_engine_down:
-            self.problems.append(f"version {version} is pushed to no engine")
+            self.unexplained.append(version)
         self.is_engine_down = self.is_engine_down and not event["engines"]
         self.pushed.append(version)
 
     def engine_down(self, event: Event) -> None:
         """Until the next push to somebody there may be nobody to push to, as when a scheduler ends every process."""
         self.is_engine_down = True
+        self.unexplained.clear()
+
+    def check_explained(self) -> None:
+        self.problems += [f"version {version} is pushed to no engine" for version in self.unexplained]
+        self.unexplained.clear()
 
     # ---- when all events are read
 
     def close(self, steps_with_metrics: Sequence[int]) -> list[str]:
         self.close_leases()
+        self.check_explained()
         steps = sorted(self.groups_of_step)
         if steps != list(range(len(steps))):
             self.problems.append(f"trained steps are not consecutive: {steps}")

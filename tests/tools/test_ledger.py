@@ -137,12 +137,23 @@ def test_a_line_changed_is_found(name: str, tmp_path: Path) -> None:
     assert check(tmp_path, events)
 
 
-def test_a_push_to_nobody_is_no_fault_while_the_engines_are_down(tmp_path: Path) -> None:
+@pytest.mark.parametrize("later", [0, 1])
+def test_a_push_to_nobody_is_no_fault_while_the_engines_are_down(tmp_path: Path, later: int) -> None:
+    """Or where they were lost in it, which is heard of after."""
     events = books()
     change("pushed", 0, engines=[])(events)
     first = next(i for i, e in enumerate(events) if e["kind"] == "pushed")
-    events.insert(first, {"kind": "engine_down", "engine": 0, "reason": "killed"})
+    events.insert(first + later, {"kind": "engine_down", "engine": 0, "reason": "killed"})
     assert not check(tmp_path, events)
+
+
+@pytest.mark.parametrize("times", [0, 1, 2])
+def test_what_a_later_attempt_begins_without_is_named_once(tmp_path: Path, times: int) -> None:
+    """A group that was ready and a lease that ran, of a data set that is gone."""
+    events = books()
+    end = events.pop() | {"ready": [], "running": []}
+    dropped = [{"kind": "dropped", "lease": n, "prompt_id": f"p{n}", "reason": "it is gone"} for n in (7, 8)]
+    assert bool(check(tmp_path, [*events, {"kind": "attempt", "number": 2}, *dropped * times, end])) == (times != 1)
 
 
 @pytest.mark.parametrize("steps", [[1, 2], [1, 2, 2, 3], [1, 3, 2], [2, 3, 4]])

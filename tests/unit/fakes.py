@@ -1,4 +1,4 @@
-"""An engine in process that can be told to fail, the other ends of an agent (mailbox, spawner), a small tokenizer.
+"""An engine in process that can be told to fail, the other ends of an agent (mailbox, spawner), settings, a tokenizer.
 
 Faults such as a hang, a death in mid-generation or weights of wrong bytes cannot be made at will with a real engine.
 """
@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from runtime.comm.messages import Canary
 from runtime.errors import EngineLost
 from runtime.rollout.base import Description
-from runtime.rollout.process import Exited, Started
-from runtime.types import Completion
+from runtime.rollout.spawning import Exited, Started
+from runtime.rollout.start import EngineSettings
+from runtime.types import Canary, Completion
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<s>' }}{{ m.role }}: {{ m.content | trim }}{% generation %}</s>{% endgeneration %}\n"
@@ -49,8 +49,8 @@ class FakeEngine:
         self.logprobs, self.stale = CANARY.logprobs, 0.0
         """Of the canary; and how much is wrong with what it remembers."""
         self.scored = []
-        self.answers = True
-        """To probes."""
+        self.answers: bool | None = True
+        """To probes; None: that it is not well."""
         self.paused = asyncio.Event()
         self.running = asyncio.Event()
         self.running.set()
@@ -127,9 +127,9 @@ class FakeEngine:
         self.taken_over += 1
 
     async def health(self):
-        if not self.answers:
+        if self.answers is False:
             await asyncio.Event().wait()
-        return True
+        return self.answers is True
 
     async def close(self):
         pass
@@ -159,13 +159,15 @@ class FakeSpawner:
         self.stopped = []
         self.refuse = 0
         """So many processes exit at once."""
+        self.code = 3
+        """As these do."""
 
     async def start(self, name, argv, env, log, host):
         self.names.append(name)
         if self.refuse:
             self.refuse -= 1
             Path(log).write_text("no such model\n")
-            self.exits.put_nowait(Exited(name, 3))
+            self.exits.put_nowait(Exited(name, self.code))
         return Started(pid=1, port=len(self.names))
 
     async def stop(self, name, grace_s):
@@ -200,6 +202,28 @@ class FakeMailbox:
             self.seen[type(message)].append(message)
             self._unread[type(message)].append(message)
         return self._unread[kind].pop(0)
+
+
+def engine_settings(folder, **changes):
+    """Of engines that keep their files in this folder; it writes their token."""
+    token = folder / "token"
+    token.touch(mode=0o600)
+    token.write_text("secret\n")
+    settings = {
+        "host": "127.0.0.1",
+        "log_dir": str(folder),
+        "token_file": str(token),
+        "dtype": "float32",
+        "threads": 1,
+        "deterministic": False,
+        "pause": "retract",
+        "call_s": 10.0,
+        "order_s": 5.0,
+        "start_s": 5.0,
+        "silence_s": 0.3,
+        "restarts": 2,
+    }
+    return EngineSettings(**settings | changes)
 
 
 def save_tokenizer(folder, template=TEMPLATE, eos=EOS):

@@ -21,9 +21,10 @@ limits: {stop_s: 20, attempts: 2}
 """
 
 
-def safetensors(offsets=(0, 4)) -> bytes:
-    head = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": offsets}}).encode()
-    return struct.pack("<Q", len(head)) + head + bytes(4)
+def safetensors(offsets=(0, 4), names=("w",), shape=(1, 1)) -> bytes:
+    """Of float32 matrices that all lie in the same place."""
+    head = json.dumps({name: {"dtype": "F32", "shape": shape, "data_offsets": offsets} for name in names}).encode()
+    return struct.pack("<Q", len(head)) + head + bytes(offsets[1])
 
 
 def write_inputs(folder: Path) -> Path:
@@ -32,8 +33,8 @@ def write_inputs(folder: Path) -> Path:
     model.mkdir()
     (model / "config.json").write_text('{"model_type": "qwen3"}')
     (model / "model.safetensors").write_bytes(safetensors())
-    (model / "tokenizer.json").write_text("{}")
-    (model / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+    (model / "tokenizer.json").write_text('{"model": {"vocab": {"x": 0}}}')
+    (model / "tokenizer_config.json").write_text('{"chat_template": "x", "eos_token": "x"}')
     for name, add in (("train", 1), ("held", 2)):
         rows = [{"prompt": f"{i}+{add}", "answer": str(i + add)} for i in range(10)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import sys
 import time
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -14,10 +16,19 @@ from runtime.types import Sample
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     play: str
 
+    def __post_init__(self):
+        if self.play == "none":
+            raise LookupError("there is no such play")
+
 
 def build(options):
-    plays = {"plain": plain, "judge": Judge(), "asks": Asks()}
-    return {**plays, "two_turns": TwoTurns(), "raises": Raises(), "ragged": Ragged()}[options.play]
+    plays = {"plain": plain, "judge": Judge(), "asks": Asks(), "of_text": lambda text: 1.0, "waiting": waiting}
+    plays |= {"two_turns": TwoTurns(), "raises": Raises(), "ragged": Ragged(), "not_async": NotAsync()}
+    if options.play == "file":
+        return Path("no/such/file").open()
+    if options.play == "leave":
+        sys.exit(0)
+    return plays[options.play]
 
 
 def plain(text, answer):
@@ -29,9 +40,17 @@ def plain(text, answer):
         time.sleep(60)
     if word == "exit":
         os._exit(7)
+    if word == "fork":
+        os.fork()  # and the child goes on as if it were the worker
     if word == "nan":
         return float("nan")
+    if word == "huge":
+        return -1.7e308
     return float(text == answer)
+
+
+async def waiting(text, answer):
+    return 1.0
 
 
 class Judge:
@@ -39,6 +58,8 @@ class Judge:
         await asyncio.sleep(60 if prompt.answer == "hang" else 0)
         if prompt.answer == "raise":
             raise RuntimeError("the judge is out")
+        if prompt.answer == "cancel":
+            raise asyncio.CancelledError
         return [None if t == "" else float(len(t)) for t in texts]
 
 
@@ -70,6 +91,11 @@ class TwoTurns:
         )
 
 
+class NotAsync:
+    def run(self, prompt, index, generate, tokenizer):
+        return []
+
+
 class Raises(SingleTurn):
     async def run(self, prompt, index, generate, tokenizer):
         if index == 1:
@@ -81,3 +107,10 @@ class Ragged(SingleTurn):
     async def run(self, prompt, index, generate, tokenizer):
         (sample,) = await super().run(prompt, index, generate, tokenizer)
         return [] if index == 0 else [msgspec.structs.replace(sample, logprobs=sample.logprobs[1:])]
+
+
+class Cancelled(SingleTurn):
+    async def run(self, prompt, index, generate, tokenizer):
+        waiting = asyncio.get_running_loop().create_future()
+        waiting.cancel()
+        return await waiting

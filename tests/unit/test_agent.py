@@ -1,7 +1,6 @@
-"""An agent from Hello to StopAgent, with engines that fail as they are told to."""
+"""An agent from Hello to StopAgent, and its engines lost and replaced."""
 
 import asyncio
-import itertools
 import re
 
 import numpy as np
@@ -15,148 +14,18 @@ from runtime.comm.messages import (
     EngineDown,
     EngineReady,
     Fault,
-    Finished,
     Hello,
     Journal,
     Receive,
-    Reply,
     Restart,
-    StopAgent,
     Work,
 )
-from runtime.config import DataSet
-from runtime.errors import EngineLost, PeerLost
-from runtime.rollout import keeper
-from runtime.rollout.agent import Settings, serve
-from runtime.rollout.keeper import EngineSettings, EngineStart
-from runtime.rollout.process import Exited
-from runtime.rollout.scoring import RewardPool
-from runtime.types import GroupAddress, Lease, Manifest, Prompt, SamplingParams
-from tests.unit.fakes import CANARY, WEIGHTS, FakeKind, FakeMailbox, FakeSpawner, save_tokenizer
+from runtime.errors import ConfigError, EngineLost, PeerLost
+from runtime.rollout.spawning import Exited
+from tests.unit.agents import GROUP, MANIFEST, drive, finished, lease, streams
+from tests.unit.fakes import CANARY
 
-ASKS = DataSet(path="none", reward="tests.unit.plays", reward_options={"play": "asks"})
-DATASETS = {"math": DataSet(path="none"), "judged": ASKS}
-GROUP = GroupAddress(name="weights-1", host="127.0.0.1", port=1, world_size=3, backend="gloo")
-MANIFEST = Manifest(names=tuple(WEIGHTS), dtypes=("float32",) * 3, shapes=((1,),) * 3, bucket_bytes=64)
-
-
-class Bench:
-    """An agent under test and the controller's side of it."""
-
-    def __init__(self, folder, num_engines=2, others=(), **changes):
-        """
-        Args:
-            others: (model, address) of further engines; the address is empty where they are started.
-        """
-        self.mailbox, self.spawner, self.kind = FakeMailbox(), FakeSpawner(), FakeKind()
-        self.kinds = dict.fromkeys(("policy", "judge"), self.kind)
-        (folder / "token").write_text("secret\n")
-        (folder / "model").mkdir(exist_ok=True)
-        save_tokenizer(folder / "model")
-        engine = {
-            "host": "127.0.0.1",
-            "log_dir": str(folder),
-            "token_file": str(folder / "token"),
-            "dtype": "float32",
-            "threads": 1,
-            "deterministic": False,
-            "pause": "retract",
-            "call_s": 10.0,
-            "order_s": 5.0,
-            "start_s": 5.0,
-            "silence_s": 0.3,
-            "restarts": 2,
-        }
-        self.settings = Settings(
-            node=1,
-            rank=3,
-            seed=0,
-            datasets=DATASETS,
-            tokenizer=str(folder / "model"),
-            max_concurrent=8,
-            wait_s=5.0,
-            engines=tuple(
-                EngineStart(id=i, model=model, path=str(folder / "model"), env={}, url=url)
-                for i, (model, url) in enumerate([*[("policy", "")] * num_engines, *others])
-            ),
-            asked={"judge": str(folder / "model")},
-            engine=EngineSettings(**engine | changes),
-        )
-        self.requests = itertools.count(1)
-
-    def engine(self, start):
-        """The engine of the `start`-th process, from 1."""
-        return self.kind.engines[start]
-
-    async def until(self, kind):
-        """The next message of a kind; an agent that ends instead ends the test."""
-        waiting = asyncio.create_task(self.mailbox.until(kind))
-        await asyncio.wait([waiting, self.agent], return_when=asyncio.FIRST_COMPLETED)
-        if not waiting.done():
-            waiting.cancel()
-            self.agent.result()
-        return await waiting
-
-    async def ask(self, make, **fields):
-        request = next(self.requests)
-        self.mailbox.tell(make(request=request, **fields))
-        reply = await self.until(Reply)
-        assert reply.request == request
-        return reply
-
-    async def publish(self, version, engines=(0, 1), digests=WEIGHTS):
-        made = [await self.ask(Connect, address=GROUP, ranks={e: e + 1 for e in engines})]
-        made.append(await self.ask(Receive, source=GROUP.name, manifest=MANIFEST, version=version, engines=engines))
-        made.append(await self.ask(Commit, version=version, digests=digests, canary=CANARY, engines=engines))
-        assert [r.failures for r in made] == [{}, {}, {}]
-        return made[-1].mismatched
-
-    async def started(self, engines=(0, 1), version=0):
-        for _ in engines:
-            await self.until(EngineReady)
-        assert await self.publish(version, engines) == {}
-
-
-@pytest.fixture
-def drive(tmp_path, monkeypatch):
-    """Run a scenario against an agent; afterwards the agent stops when told to, and ends its engines."""
-    monkeypatch.setattr(keeper, "PROBE_S", 0.05)
-    monkeypatch.setattr(keeper, "EXIT_S", 0.02)
-
-    def run(scenario, stops=True, **options):
-        async def main():
-            bench = Bench(tmp_path, **options)
-            bench.agent = asyncio.create_task(serve(bench.settings, bench.mailbox, bench.spawner, bench.kinds, rewards))
-            try:
-                await scenario(bench)
-                if stops:
-                    bench.mailbox.tell(StopAgent())
-                    await asyncio.wait_for(bench.agent, 5)
-                    assert set(bench.spawner.stopped) >= {f"engine-{e.id}.1" for e in bench.settings.engines}
-            finally:
-                bench.agent.cancel()
-
-        rewards = RewardPool.start(DATASETS, 1, 5.0)
-        try:
-            asyncio.run(asyncio.wait_for(main(), 20))
-        finally:
-            rewards.close()
-
-    return run
-
-
-def lease(number, num_samples=4, dataset="math", **fields):
-    prompt = Prompt(id=f"{dataset}:{number}", tokens=(1, 2, 3), dataset=dataset, answer="x")
-    made = {"version": 0, "params": SamplingParams(max_new_tokens=6), "num_samples": num_samples} | fields
-    return Lease(number=number, prompt=prompt, **made)
-
-
-def streams(finished):
-    return {f.group.lease: [s.tokens.tolist() for s in f.group.samples] for f in finished}
-
-
-async def finished(bench, n):
-    return [await bench.until(Finished) for _ in range(n)]
+__all__ = ["drive"]
 
 
 def test_from_hello_to_stop(drive):
@@ -277,10 +146,11 @@ def test_an_engine_that_dies_is_replaced_and_nothing_is_lost_or_doubled(drive):
     drive(disturbed, num_engines=1)
 
 
-def test_a_hung_engine_counts_as_lost(drive):
+@pytest.mark.parametrize("answer", [False, None], ids=["no answer", "it is not well"])
+def test_a_hung_engine_counts_as_lost(drive, answer):
     async def scenario(bench):
         await bench.started()
-        bench.engine(1).answers = False
+        bench.engine(1).answers = answer
         bench.engine(1).faults = ["hangs"] * 9
         bench.mailbox.tell(Work(leases=(lease(1),)))
         down = await bench.until(EngineDown)
@@ -356,6 +226,28 @@ def test_restarts_are_bounded_unless_groups_finish(drive):
             await bench.agent
 
     drive(scenario, stops=False, num_engines=1)
+
+
+def test_one_that_refuses_its_config_is_not_started_again(drive):
+    """Until it was up once: then what it misses is a trouble of its node."""
+
+    async def refused(bench):
+        bench.spawner.refuse, bench.spawner.code = 9, 2
+        fault = await bench.mailbox.until(Fault)
+        assert fault.kind == "config" and "exited with code 2" in fault.message and "no such model" in fault.message
+        assert bench.spawner.names == ["engine-0.1"]
+        with pytest.raises(ConfigError):
+            await bench.agent
+
+    async def was_up(bench):
+        await bench.started((0,))
+        bench.spawner.refuse, bench.spawner.code = 1, 2
+        bench.mailbox.tell(Restart(engines=(0,), reason="a test"))
+        await bench.until(EngineReady)
+        assert bench.spawner.names == ["engine-0.1", "engine-0.2", "engine-0.3"]
+
+    drive(refused, stops=False, num_engines=1)
+    drive(was_up, num_engines=1)
 
 
 def test_an_engine_that_never_answers_is_bounded(drive):

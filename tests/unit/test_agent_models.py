@@ -5,8 +5,8 @@ import asyncio
 from runtime.comm.messages import EngineDown, EngineReady, SleepEngines, WakeEngines, Work
 from runtime.errors import EngineLost
 from runtime.rollout import external
-from runtime.rollout.process import Exited
-from tests.unit.test_agent import drive, finished, lease
+from runtime.rollout.spawning import Exited
+from tests.unit.agents import drive, finished, lease
 
 __all__ = ["drive"]
 

@@ -3,8 +3,9 @@
 import asyncio
 
 from runtime.comm.messages import EngineDown, EngineReady, SleepEngines, WakeEngines, Work
-from runtime.rollout.process import Exited
-from tests.unit.test_agent import drive, finished, lease, streams
+from runtime.errors import EngineLost
+from runtime.rollout.spawning import Exited
+from tests.unit.agents import drive, finished, lease, streams
 
 __all__ = ["drive"]
 
@@ -91,5 +92,23 @@ def test_an_engine_that_is_being_started_is_waited_for(drive):
         bench.engine(3).answers = True
         assert await falls_asleep == {}
         assert bench.engine(3).sleeps
+
+    drive(scenario)
+
+
+def test_memory_that_an_engine_does_not_give_is_free_when_the_answer_comes(drive):
+    """For trainer ranks take it then."""
+
+    async def refuse():
+        raise EngineLost("POST /release_memory_occupation: status 500")
+
+    async def scenario(bench):
+        await bench.started()
+        bench.engine(2).sleep = refuse
+        failures = await sleep(bench)
+        assert failures.keys() == {1} and "status 500" in failures[1]
+        assert bench.spawner.stopped == bench.spawner.names[1:2]
+        assert await wake(bench, serve=False) == {} == await wake(bench, serve=True)
+        assert (await bench.until(EngineReady)).engine == 1
 
     drive(scenario)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.batching import make_batch
+from runtime.batching import make_batch, with_teachers
 from runtime.trainer.algorithms import grpo
 from runtime.types import Batch, Group, MicroBatch, Prompt, Sample
 
@@ -237,6 +237,14 @@ def test_metrics_of_a_batch() -> None:
     assert metrics["reward"] == 0.75 and metrics["equal_rewards"] == 0.5 and metrics["truncated"] == 0.25
     assert metrics["failed"] == 0.2 and metrics["length_mean"] == 3.0 and metrics["length_max"] == 4.0
     assert metrics["num_answers"] == 4 and metrics["num_tokens"] == 12 and metrics["num_groups"] == 2
+
+
+def test_each_sequence_names_its_teacher() -> None:
+    batch = make_batch([equal_lengths(i, 2, 5) for i in range(3)], 0, KINDS[0], num_dp=2, num_updates=2, max_tokens=9)
+    found = micro_batches(with_teachers(batch, {0: 1, 1: 0, 2: 1}))
+    assert [m.per_seq["teacher"].tolist() for m in found] == [
+        [{0: 1, 1: 0, 2: 1}[lease] for lease in m.per_seq["group"].tolist()] for m in micro_batches(batch)
+    ]
 
 
 def test_one_lease_twice_is_a_bug() -> None:

@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -86,7 +87,7 @@ def test_a_younger_group_overtakes_only_while_the_older_can_still_be_in_time(sou
     assert buffer.take(1, 1) is None, "the older one is due now"
     assert [g.lease for g in buffer.take(1, 0)] == [young.number], "a step earlier it could wait"
     buffer.add(finished(old))
-    assert [g.lease for g in buffer.take(1, 5)] == [old.number], "overdue after a resume with a smaller bound: taken"
+    assert [g.lease for g in buffer.take(1, 5)] == [old.number], "overdue: taken"
 
 
 def test_restored_leases_come_first_with_their_journals(source_file):
@@ -94,12 +95,41 @@ def test_restored_leases_come_first_with_their_journals(source_file):
     a, b = buffer.leases(2, 0)
     buffer.add(finished(a))
     ready, running, next_lease = buffer.snapshot({b.number: (((),),)})
-    again = make(source_file)
-    again.restore(ready, running, next_lease)
+    again = make(source_file, max_versions=1)
+    again.restore(ready, running, next_lease, 1)
     again_b, c = again.leases(2, 1)
     assert again_b.number == b.number and again_b.journal == (((),),) and again_b.version == 0
     assert c.number == 2
     assert [g.lease for g in again.take(1, 1)] == [a.number]
+
+
+def test_what_is_older_than_a_lowered_bound_is_leased_anew(source_file):
+    buffer = make(source_file, max_versions=3)
+    a, b, c = (*buffer.leases(2, 0), *buffer.leases(1, 2))
+    buffer.add(finished(a))
+    ready, running, next_lease = buffer.snapshot({b.number: (((),),)})
+    again = make(source_file, max_versions=1)
+    again.restore(ready, running, next_lease, 3)
+    leased = again.leases(3, 3)
+    assert [(x.number, x.prompt, x.version) for x in leased] == [
+        (a.number, a.prompt, 3),
+        (b.number, b.prompt, 3),
+        (c.number, c.prompt, 2),
+    ]
+    assert leased[1].journal == () and again.open() == 3
+
+
+def test_what_is_left_of_a_data_set_that_the_run_has_no_more_is_dropped(source_file):
+    buffer = make(source_file, max_versions=1)
+    a, b = buffer.leases(2, 0)
+    other = source_file.with_name("other.jsonl")
+    other.write_text(source_file.read_text())
+    kept = [msgspec.structs.replace(x, prompt=msgspec.structs.replace(x.prompt, dataset="other")) for x in (a, b)]
+    c, d = (msgspec.structs.replace(x, number=x.number + 2) for x in kept)
+    again = make(other, max_versions=1)
+    assert again.restore([finished(a), finished(c)], [b, d], 4, 0) == {a.number: a.prompt, b.number: b.prompt}
+    assert [x.number for x in again.leases(2, 0)] == [d.number, 4] and again.open() == 3
+    assert [g.lease for g in again.take(1, 0)] == [c.number]
 
 
 @settings(max_examples=60, deadline=None)

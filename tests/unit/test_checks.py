@@ -1,26 +1,19 @@
 """What is checked before anything is started: each mistake is one message, exit code 2, and no run folder."""
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
-from launcher import check, cli, site
-from runtime.config import SiteConfig
+from launcher import check, cli, machine, runs
 from runtime.errors import ConfigError
 from runtime.load import read_run
 from runtime.rollout.engines import embedded
-from tests.unit.inputs import safetensors, write_inputs
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A current directory with a good run.yaml and what it names."""
-    write_inputs(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return tmp_path
+from runtime.site import SiteConfig
+from tests.unit.inputs import safetensors
 
 
 def refused(capsys, *argv: str) -> str:
@@ -45,22 +38,47 @@ def refused(capsys, *argv: str) -> str:
         ("data.0.reward_options={x: 1}", ["data.0.reward_options.x", "unknown key"]),
         ("evaluation.sets.0.environment=none", ["evaluation.sets.0.environment", "'none'", "single_turn"]),
         ("cluster.num_rollout_nodes=0", ["cluster.num_rollout_nodes", "is 0", "at least 1"]),
-        ("rollout.gpus_per_engine=2", ["rollout.gpus_per_engine", "2", "at most 1"]),
+        (
+            "rollout.gpus_per_engine=2",
+            ["rollout.gpus_per_engine", "2, but a node of site 'local' has 1 CPU slot\n", "at most 1\n"],
+        ),
         ("trainer.num_updates=9", ["trainer.num_updates", "9", "8 samples", "lower it"]),
         ("data=[]", ["--set: data", "is empty"]),
         ("evaluation.sets=[{path: held.jsonl}, {path: held.jsonl}]", ["evaluation.sets.1.name", "'held'", "`name`"]),
         ("site=locl", ["'locl'", "did you mean 'local'"]),
         ("data.0.path=trian.jsonl", ["data.0.path", "trian.jsonl", "did you mean 'train.jsonl'"]),
         ("models.policy.path=nowhere", ["models.policy.path", "nowhere", "does not exist"]),
+        ("models.policy.path=modle", ["models.policy.path", "does not exist", "did you mean 'model'?"]),
         ("models.policy.path=Qwen/Qwen3-8B", ["models.policy.path", "does not exist", "hf download Qwen/Qwen3-8B"]),
+        ("models.policy.path=models/quickstart", ["does not exist", "python -m runtime.quickstart --out models/qu"]),
+        ("evaluation={interval: 5}", ["--set: evaluation.interval", "is 5", "no evaluation.sets"]),
         ("runs_dir=/dev/null/runs", ["runs_dir", "/dev/null is not a folder", "choose a folder"]),
         ("models.policy.path=run.yaml", ["models.policy.path", "is a file, not a folder"]),
         ("trainer.optimizer.beta1=1.0", ["trainer.optimizer.beta1", "1.0"]),
         ("algorithm.name=distill", ["models.teacher", "is not given", "distill learns from one"]),
         ("models.reference={path: nowhere}", ["models.reference.path", "nowhere", "does not exist"]),
-        ("algorithm={name: ppo, options: {lam: 2.0}}", ["algorithm.options.lam", "<= 1.0"]),
+        ("algorithm={name: ppo, options: {clip_high: none}}", ["options.clip_high", "cannot be 'none'", "a number"]),
+        ("algorithm={name: ppo, options: {lam: 2.0}}", ["algorithm.options.lam", "2.0", "at most 1"]),
         ("sync.timeout_s=.inf", ["sync.timeout_s", "inf"]),
         ("rollout.sampling.top_k=-7", ["rollout.sampling.top_k", "-7"]),
+        ("evaluation.sets.0.sampling={top_k: 0}", ["evaluation.sets.0.sampling", "top_k is 0", "write -1 for all"]),
+        ("rollout.engine_options={max_length: 1}", ["rollout.engine_options", "max_length is 1", "at least 2 tokens"]),
+        ("sync={channel: disk, folder: /proc/x}", ["sync.folder", "/proc cannot be written to", "choose a folder"]),
+        ("algorithm.options={kl: .inf}", ["algorithm.options.kl", "cannot be inf", "a finite number"]),
+        ("algorithm.options={bounds: [2, 0.5]}", ["algorithm.options", "bounds [2.0, 0.5]", "below the second"]),
+        ("algorithm.options={bounds: [0.5, .nan]}", ["algorithm.options.bounds.1", "cannot be nan"]),
+        ("algorithm.name=runtime.rollout.rewards.numeric", ["algorithm.name", "is no algorithm", "no `needs`"]),
+        ("rollout.engine=runtime.trainer.algorithms.ppo", ["rollout.engine", "is no engine", "no `runs_on_gpu`"]),
+        ("seed=9223372036854775808", ["--set: seed", "an integer of 64 bits"]),
+        ('runs_dir="a\\0b"', ["--set: runs_dir: 'a\\x00b' is no path", "leave the NUL out"]),
+        ("learning_rate=1e-5", ["learning_rate", "unknown key", "did you mean trainer.optimizer.learning_rate or"]),
+        ("num_steps=1:30", ["num_steps", "cannot be '1:30'", "an integer"]),
+        ("runs_dir=$NO_SUCH/runs", ["--set: runs_dir: '$NO_SUCH/runs'", "$NO_SUCH is not set", "write the path out"]),
+        ("runs_dir=~no_such_user/runs", ["--set: runs_dir: '~no_such_user/runs'", "write the path out"]),
+        (f"runs_dir={'a' * 300}", ["runs_dir", "File name too long"]),
+        (f"models.policy.path={'a' * 300}", ["File name too long", "check the path"]),
+        ("data.0.path=/dev/zero", ["data.0.path", "/dev/zero is a pipe or a device", "a file of JSON lines"]),
+        ("num_steps=1000000000001", ["--set: num_steps", "at most 1e+12"]),
         ("trainer.kind=megatrn", ["trainer.kind", "'megatrn'", "fsdp, megatron"]),
         ("trainer.parallel.tensor=2", ["--set: trainer.parallel.tensor", "is 2", "fsdp", "trainer.kind: megatron"]),
         ("trainer={kind: megatron, parallel: {tensor: 2}}", ["trainer.parallel", "tensor 2", "1 trainer ranks"]),
@@ -119,14 +137,23 @@ def test_an_engine_that_cannot_stand_on_several_nodes(here, capsys):
         (["site=slurm.yaml", "sync.channel=ipc"], ["sync.channel", "engines on other nodes", "disk"]),
         (["site=slurm.yaml", "cluster.mode=split", "sync.channel=ipc"], ["on the engine's GPU", "colocated"]),
         (["cluster.mode=split", "sync.channel=delta"], ["sync.channel", "'embedded' takes whole weights only", "disk"]),
+        (["site=slurm.yaml", "cluster.mode=split"], ["rollout.engine_options", "two versions of NCCL"]),
+        (["site=expandable.yaml", "sync.channel=disk"], ["site big: env.PYTORCH_CUDA_ALLOC_CONF", "memory back"]),
     ],
 )
 def test_channels_that_do_not_serve_a_colocated_run(here, capsys, monkeypatch, changes, words):
     Path("slurm.yaml").write_text(
-        "{name: big, scheduler: slurm, gpus_per_node: 2, slurm: {gpu_request: gpus-per-node, time: '10:00:00'}}"
+        "{scheduler: slurm, name: big, gpus_per_node: 2, slurm: {gpu_request: gpus-per-node, time: '10:00:00'}}"
     )
+    expandable = "{scheduler: slurm, env: {PYTORCH_CUDA_ALLOC_CONF: 'expandable_segments:True'},"
+    Path("expandable.yaml").write_text(Path("slurm.yaml").read_text().replace("{scheduler: slurm,", expandable))
     monkeypatch.setattr(embedded.EmbeddedKind, "runs_on_gpu", True)
     monkeypatch.setattr(embedded.EmbeddedKind, "takes_deltas", lambda *_: False)
+
+    def of_two_versions(self, where):
+        raise ConfigError(where, "two versions of NCCL", "install one")
+
+    monkeypatch.setattr(embedded.EmbeddedKind, "check_group", of_two_versions)
     given = ["cluster={mode: colocated, num_train_nodes: 2}", *changes]
     message = refused(capsys, "plan", "run.yaml", *(word for change in given for word in ("--set", change)))
     assert all(word in message for word in words), message
@@ -138,35 +165,20 @@ def test_mistakes_name_the_line_of_the_file(here, capsys):
     assert "run.yaml:9: rollout.gpus_per_engine" in refused(capsys, "plan", "run.yaml")
 
 
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        (b"", ["data.0.path", "train.jsonl is empty"]),
-        (b"\n \n", ["data.0.path", "train.jsonl is empty"]),
-        (b'{"prompt": "1", "answer": 1}\n{"prompt": "1", "ans', ["train.jsonl:2", "not valid JSON", '"ans']),
-        (b'{"prompt": "1", "answer": 1}\n\n[1]\n', ["train.jsonl:3", "not a JSON object", "[1]"]),
-        (b"\x7fELF\0\0\0\n", ["train.jsonl:1", "binary"]),
-        (b'{"prompt": "\xff", "answer": 1}\n', ["train.jsonl:1", "not valid JSON"]),
-        (b'{"prompt": "1"}\n', ["train.jsonl:1", "no `answer`", "keys: prompt"]),
-        (b'{"answer": "1"}\n', ["train.jsonl:1", "neither `messages` nor `prompt`"]),
-        (b'{"prompt": "1", "messages": [], "answer": "1"}\n', ["train.jsonl:1", "both"]),
-        (b'{"prompt": 1, "answer": "1"}\n', ["train.jsonl:1", "`prompt` is 1"]),
-        (b'{"messages": [], "answer": "1"}\n', ["train.jsonl:1", "`messages` is []"]),
-        (b'{"messages": "hi", "answer": "1"}\n', ["train.jsonl:1", "'hi'"]),
-        (b'{"messages": [{"role": "user"}], "answer": "1"}\n', ["train.jsonl:1", "messages[0]", "content"]),
-        (b'{"messages": [{"role": "usr", "content": ""}], "answer": 1}', ["messages[0]", "'usr'", "system, user"]),
-        (b'{"messages": [{"role": "user", "content": [1]}], "answer": 1}', ["messages[0]", "object of texts"]),
-        (b'{"prompt": "1", "answer": 1, "metadata": 3}', ["train.jsonl:1", "`metadata` is 3"]),
-    ],
-)
-def test_mistakes_in_data(here, capsys, data, words):
-    Path("train.jsonl").write_bytes(data)
+def test_links_that_lead_nowhere_are_said_to_be_links(here, capsys):
+    """As a copy of a model from a cache of downloads has them."""
+    Path("model/model.safetensors").unlink()
+    Path("model/model.safetensors").symlink_to("../blobs/1f")
     message = refused(capsys, "submit", "run.yaml")
-    assert all(word in message for word in words), message
-
-
-def test_data_that_is_a_folder(here, capsys):
-    assert "is a folder" in refused(capsys, "submit", "run.yaml", "--set", "data.0.path=model")
+    assert "model.safetensors is a link to ../blobs/1f, which does not exist" in message and "cp -rL" in message
+    Path("held.jsonl").unlink()
+    Path("held.jsonl").symlink_to("gone.jsonl")
+    Path("model/model.safetensors").unlink()
+    Path("model/model.safetensors").write_bytes(safetensors())
+    assert "held.jsonl is a link to gone.jsonl, which does not exist" in refused(capsys, "submit", "run.yaml")
+    Path("run.yaml").unlink()
+    Path("run.yaml").symlink_to("run.yaml")
+    assert "run.yaml: cannot be read: Too many levels" in refused(capsys, "submit", "run.yaml")
 
 
 @pytest.mark.parametrize(
@@ -182,6 +194,8 @@ def test_data_that_is_a_folder(here, capsys):
         ("model.safetensors", safetensors()[:-1], ["its header says"]),
         ("model.safetensors", b"\2\0\0\0\0\0\0\0{}", ["holds no tensors"]),
         ("model.safetensors.index.json", b'{"weight_map": {"w": "b.safetensors"}}', ["b.safetensors"]),
+        ("model.safetensors.index.json", b'{"weight_map": null}', ["index.json says of no tensor"]),
+        ("config.json", b"[" * 100_000, ["config.json", "cannot be read as JSON"]),
         ("tokenizer.json", None, ["tokenizer.json", "does not exist"]),
         ("tokenizer_config.json", b"{}", ["no chat template"]),
     ],
@@ -209,31 +223,31 @@ def test_a_site_that_forgot_to_say_that_it_has_slurm(here, capsys):
 
 
 def test_gpus_are_counted_by_device_files(tmp_path):
-    assert site.num_gpus(tmp_path) == 0
+    assert machine.num_gpus(tmp_path) == 0
     for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
-    assert site.num_gpus(tmp_path) == 3
+    assert machine.num_gpus(tmp_path) == 3
     amd = tmp_path / "amd"
     (amd / "dri").mkdir(parents=True)
     for name in ("kfd", "dri/renderD128", "dri/renderD129", "dri/card0"):
         (amd / name).touch()
-    assert site.num_gpus(amd) == 2
+    assert machine.num_gpus(amd) == 2
     (amd / "kfd").unlink()
-    assert site.num_gpus(amd) == 0, "render nodes without the compute driver are other graphics cards"
+    assert machine.num_gpus(amd) == 0, "render nodes without the compute driver are other graphics cards"
 
 
 def test_a_mask_of_gpus_is_kept(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert site.visible_gpus() == ()
+    assert machine.visible_gpus() == ()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1a")
     with pytest.raises(ConfigError, match="by number"):
-        site.visible_gpus()
+        machine.visible_gpus()
 
 
 def test_deterministic_needs_the_embedded_engine(here, monkeypatch):
     loaded = read_run("run.yaml", ["deterministic=true"])
     check.everything(loaded, SiteConfig(name="local"))
-    (here / "other_engine.py").write_text("import msgspec\nclass Config(msgspec.Struct): pass\nbuild = None\n")
+    (here / "other_engine.py").write_text("from runtime.rollout.engines.embedded import Config, build\n")
     monkeypatch.syspath_prepend(here)
     (here / "outside").mkdir()
     (here / "other_engine.py").rename(here / "outside" / "engine.py")
@@ -273,7 +287,17 @@ def test_models_beside_the_policy(here, capsys):
     Path("slots.yaml").write_text("name: slots\ncpu_slots_per_node: 4\n")
     Path("other/config.json").write_text('{"model_type": "qwen3", "num_attention_heads": 3}')
     message = refused(capsys, "submit", "run.yaml", *teacher, *cut, "--set", "algorithm.name=distill")
-    assert "trainer.parallel.tensor" in message and "3 attention heads" in message
+    words = ("trainer.parallel.tensor", "2 does not divide", "3 attention heads", f"models.teacher ({here}/other)")
+    assert all(word in message for word in (*words, "use a factor, or choose another model")), message
+    assert cli.main(["plan", "run.yaml", *teacher, *cut]) == 0, "what is not loaded is not cut"
+    capsys.readouterr()
+    Path("other/config.json").write_text('{"model_type": "gemma3_text"}')
+    message = refused(capsys, "submit", "run.yaml", *teacher, *cut, "--set", "algorithm.name=distill")
+    assert all(word in message for word in ("trainer.kind", f"models.teacher ({here}/other)", "'gemma3_text'", "fsdp"))
+    Path("model/config.json").write_text('{"model_type": "qwen3_moe", "num_experts": 4}')
+    Path("other/config.json").write_text('{"model_type": "qwen3"}')
+    experts = (*cut[:1], "trainer={kind: megatron, parallel: {expert: 2}}", *cut[2:], "--set", "algorithm.name=distill")
+    assert cli.main(["plan", "run.yaml", *teacher, *experts]) == 0, "this teacher has none"
 
 
 JUDGE = ("models.judge={path: model}", "rollout.sets=[{model: judge}]", "site=slots.yaml")
@@ -290,7 +314,7 @@ ASKING = ("data.0.reward=judge",)
             ["asks the critic", "one of: judge, teacher"],
         ),
         (JUDGE[1:], ["models.judge", "is not given", "judge: {path: ...}"]),
-        (JUDGE[:2], ["rollout.sets", "take 1", "1 CPU slots", "an engine of the policy needs 1"]),
+        (JUDGE[:2], ["rollout.sets", "take 1", "1 CPU slot,", "an engine of the policy needs 1"]),
         ((*JUDGE, "rollout.sets=[{model: judge}, {model: judge}]"), ["rollout.sets.1.model", "two sets of the judge"]),
         ((*JUDGE, "rollout.sets.0.model=critic"), ["rollout.sets.0.model", "'critic'", "one of: judge, teacher"]),
         ((*JUDGE, "rollout.sets.0.engine=sglang"), ["rollout.sets.0.engine_options", "has no package sglang"]),
@@ -306,6 +330,12 @@ ASKING = ("data.0.reward=judge",)
         ((*EXTERNAL, "deterministic=true"), ["rollout.sets.0.external", "nobody knows", "deterministic: false"]),
         ((*EXTERNAL, "rollout.sets.0.token_file=none"), ["rollout.sets.0.token_file", "none cannot be read"]),
         ((*EXTERNAL, "rollout.sets.0.token_file=run.yaml"), ["rollout.sets.0.token_file", "others can read", "chmod"]),
+        ((*EXTERNAL, "rollout.sets.0.token_file=two"), ["sets.0.token_file", "two holds 2 words", "nothing else"]),
+        (("rollout.external=['http://far:1', 'http://FAR:01']",), ["rollout.external.1", "is there already", "once"]),
+        (("rollout.external=['http://::1:30000']",), ["rollout.external.0", "http://10.0.0.7:30000"]),
+        (("rollout.external=['http://[::1]:99999']",), ["rollout.external.0", "no address: Port out of range"]),
+        (("rollout.external=['http://[::1]:0']",), ["rollout.external.0", "there is no port 0"]),
+        ((*EXTERNAL, "rollout.external=['http://far:30000']"), ["sets.0.external.0", "already", "rollout.external.0"]),
         (("rollout.external=['http://far:30000']", "cluster.mode=colocated"), ["rollout.external", "mode: split"]),
         (("rollout.external=['http://far:30000']", "sync.channel=ipc"), ["sync.channel", "engines on other nodes"]),
     ],
@@ -314,6 +344,8 @@ def test_engines_of_other_models_and_of_other_people(here, capsys, changes, word
     Path("slots.yaml").write_text("name: slots\ncpu_slots_per_node: 2\n")
     shutil.copytree("model", "bare")
     Path("bare/model.safetensors").unlink()
+    Path("two").write_text("one\ntwo\n")
+    Path("two").chmod(0o600)
     message = refused(capsys, "plan", "run.yaml", *(word for change in changes for word in ("--set", change)))
     assert all(word in message for word in words), message
     assert "fix: " in message
@@ -343,13 +375,6 @@ def test_models_that_are_served_are_shown_in_the_plan(here, capsys):
     assert "--set: models.judge is given, but no set of rollout.sets serves it" in capsys.readouterr().err
 
 
-def test_the_same_prompt_is_recognised_in_both_spellings(here, capsys):
-    row = {"messages": [{"content": "3+1", "role": "user"}], "answer": "4"}
-    Path("held.jsonl").write_text(json.dumps(row))
-    assert cli.main(["plan", "run.yaml"]) == 0
-    assert "1 of 1 prompts of 'held'" in capsys.readouterr().err
-
-
 def test_a_plugin_that_cannot_be_imported_is_the_users_to_mend(here, capsys, monkeypatch):
     (here / "broken_rewards").mkdir()
     (here / "broken_rewards/syntax.py").write_text("def build(options)\n")
@@ -358,7 +383,11 @@ def test_a_plugin_that_cannot_be_imported_is_the_users_to_mend(here, capsys, mon
     assert "data.0.reward" in message and "SyntaxError" in message and "syntax.py, line 1" in message
 
 
-def test_data_that_anybody_can_write_is_refused(here, capsys):
-    (here / "train.jsonl").chmod(0o666)
-    message = refused(capsys, "submit", "run.yaml")
-    assert "can be written by anybody" in message and "chmod o-w" in message
+def test_a_run_folder_that_cannot_be_made_leaves_nothing(here, capsys, monkeypatch):
+    def full(run, status):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(runs, "write_status", full)
+    assert cli.main(["submit", "run.yaml"]) == 2
+    assert "runs_dir: cannot make " in (err := capsys.readouterr().err) and "No space left on device" in err
+    assert list(Path("runs").iterdir()) == []

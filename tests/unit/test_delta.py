@@ -1,5 +1,7 @@
 """What changed between two versions of a bucket, against the plain bytes, and how a damaged one is refused."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 
 from runtime.comm.weights.delta import Damaged, Kept, apply
 from runtime.comm.weights.folder import FolderSender, read
+from runtime.errors import ConfigError
 from runtime.types import Manifest
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool)
@@ -118,3 +121,11 @@ def test_a_version_has_its_name_when_it_is_whole(tmp_path, in_memory):
     assert not folder.exists()
     with pytest.raises(Damaged, match="holds no"):
         list(read(folder))
+
+
+def test_a_folder_that_cannot_be_made_or_is_full_is_the_users_to_change():
+    nothing = Manifest(names=(), dtypes=(), shapes=(), bucket_bytes=1)
+    with pytest.raises(ConfigError, match=r"sync\.folder: /proc/x cannot be made"):
+        FolderSender().push("/proc/x/0", nothing, iter(()))
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        FolderSender()._write("1", Path("/dev/full"), [torch.zeros(1)])

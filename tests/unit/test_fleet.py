@@ -38,9 +38,9 @@ class Bench:
             self.mailbox.inbox.append((node, m.EngineReady(engine=e, model=model, can=())))
         self.pump()
 
-    def down(self, engine):
+    def down(self, engine, **more):
         node = self.models[engine][1]
-        self.mailbox.inbox.append((node, m.EngineDown(engine=engine, reason="killed", restarts=1)))
+        self.mailbox.inbox.append((node, m.EngineDown(engine=engine, reason="killed", restarts=1, **more)))
         self.pump()
 
     def pump(self):
@@ -88,10 +88,15 @@ def test_engines_of_other_models_are_waited_for_and_neither_pushed_to_nor_leased
 def test_of_engines_that_somebody_else_runs_one_of_each_model_will_do():
     bench = Bench(slot(0), *(slot(i, "judge", url=f"http://j:{i}") for i in (1, 2)), slot(3, node=1, url="http://p:3"))
     bench.ready(0)
-    assert "engines [1, 2] to start" in bench.missing()
+    assert "1 at http://j:1 to answer well, see the log of its server; and 2 at http://j:2" in bench.missing()
     bench.ready(2)
     assert bench.missing() == ""
     assert bench.fleet.own() == {0}, "only these take turns"
+    bench.down(1, is_given_up=True)
+    bench.ready(1)
+    bench.down(2, is_given_up=True)
+    with pytest.raises(EngineLost, match="no engine of the judge is left; the last one: killed"):
+        bench.down(1, is_given_up=True)
 
 
 def test_leases_go_to_who_has_an_engine_that_answers():
@@ -106,3 +111,4 @@ def test_leases_go_to_who_has_an_engine_that_answers():
     assert set(bench.lease(30, 31, 32, 33, 34, 35).values()) == {1}, "they wait where there is most room"
     with pytest.raises(EngineLost):
         bench.fleet.wait_engines(-1.0)
+    bench.fleet.wait_engines(-1.0, lambda: "preempted")

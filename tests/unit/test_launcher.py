@@ -1,5 +1,6 @@
 """The command line: start-up, what each command prints, and one whole detached submit."""
 
+import errno
 import json
 import os
 import signal
@@ -13,24 +14,14 @@ from typing import get_args
 import msgspec
 import pytest
 
-from launcher import cli, plan, processes, progress, runs
-from launcher.show import ADVICE
+from launcher import cli, commands, plan, processes, progress, runs
+from launcher.show import ADVICE, outcome
 from launcher.states import States
-from runtime.config import SiteConfig
 from runtime.errors import EXIT_CODES, ConfigError, ReportKind
 from runtime.load import load_run
-from tests.unit.inputs import write_inputs
+from runtime.site import SiteConfig
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A current directory with a good run.yaml and what it names."""
-    write_inputs(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return tmp_path
 
 
 # ---- start-up ----------------------------------------------------------------------------------------------------
@@ -49,6 +40,13 @@ def test_help_is_instant_and_loads_nothing_heavy():
     loaded = {name.partition(".")[0] for name in told.stderr.split()}
     assert "argparse" in loaded
     assert not loaded & {"torch", "numpy", "mpi4py", "yaml", "msgspec", "rich", "submitit"}
+
+
+def test_a_module_of_the_users_that_hides_ours_is_named(tmp_path):
+    (tmp_path / "runtime.py").touch()
+    command = [sys.executable, "-m", "launcher", "status"]
+    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""})
+    assert told.returncode == 2 and told.stderr.startswith(f"error: {tmp_path}/runtime.py: hides")
 
 
 @pytest.mark.parametrize("command", ["submit", "plan", "status", "logs", "cancel", "resume", "samples"])
@@ -76,17 +74,10 @@ def test_plan_prints_everything_and_changes_nothing(here, capsys):
     assert cli.main(["plan", "run.yaml", "--set", "cluster.num_rollout_nodes=2"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    for words in (
-        "agent, controller",
-        "trainer",
-        "local-2",
-        "2 engines",
-        "-m mpi4py -m runtime.main",
-        "HF_HUB_OFFLINE=1",
-    ):
+    for words in ("agent, controller", "trainer", "local-2", "2 engines", "-m mpi4py -m runtime.main", "HF_HUB_OFF"):
         assert words in out
     assert cli.main(["submit", "run.yaml", "--dry-run"]) == 0
-    assert "mpiexec" in capsys.readouterr().out
+    assert "mpiexec" in (out := capsys.readouterr().out) and out.endswith("\n\nchecked, nothing was started\n")
     assert sorted(here.rglob("*")) == before
 
 
@@ -132,6 +123,23 @@ def test_status(run, capsys):
     assert cli.main(["status", "all"]) == 0
     listed = capsys.readouterr().out.splitlines()
     assert len(listed) == 2 and run.name in listed[1] and "ended" in listed[1]
+    assert listed[1].endswith("preempted: told to stop")
+
+
+def test_the_time_of_a_run_ends_with_it(run, capsys, monkeypatch):
+    submitted = time.mktime(time.strptime("-".join(run.name.split("-")[-3:-1]), "%y%m%d-%H%M%S"))
+
+    def times(state, after_s):
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "time", lambda: submitted + 65.0)
+            runs.write_status(run, runs.Status(state=state, attempt=1, pid=os.getpid(), host="elsewhere"))
+            patch.setattr(time, "time", lambda: submitted + after_s)
+            assert cli.main(["status"]) == cli.main(["status", "all"]) == 0
+        out = capsys.readouterr().out
+        return {out.split(", time ")[1].split()[0], out.splitlines()[-1].split()[4]}
+
+    assert times("running", 65.0) == times("ended", 125.0) == {"1m05s"}
+    assert times("running", 125.0) == {"2m05s"}
 
 
 def test_a_broken_run_folder_hides_no_other(run, capsys):
@@ -215,6 +223,44 @@ def test_samples(run, capsys):
     assert "it has steps 2 to 3" in capsys.readouterr().err
 
 
+def test_samples_of_any_letters(run):
+    """A line of JSON may hold what Python takes for the end of a line, and a terminal may know ASCII only."""
+    row = {"step": 4, "version": 3, "prompt_id": "train:9", "index": 0, "prompt": "\u2028?", "text": "\x85é\u2029"}
+    file = run / "samples/step-000004.jsonl"
+    file.write_text(json.dumps(row | {"reward": 1.0, "status": "done", "answer": "x"}, ensure_ascii=False) + "\n{")
+    (run / "samples/step-000004-mine.jsonl").write_text("")
+    (run / "hf/step-000003-mine").mkdir(parents=True)
+    command = [sys.executable, "-m", "launcher"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+    shown = subprocess.run([*command, "samples"], env=env, check=True, capture_output=True, text=True).stdout
+    assert "step 4: 1 of 1 samples" in shown and "\\xe9" in shown
+    assert "model " not in outcome(run, "ended")
+    with Path("/dev/full").open("w") as full:
+        told = subprocess.run([*command, "status"], env=env, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (told.returncode, told.stderr.splitlines()[0]) == (2, "error: standard output: No space left on device")
+
+
+def test_a_run_of_another_machine_is_left_to_it(run, capsys, monkeypatch):
+    """Its supervisor's pid is that of somebody else here."""
+    monkeypatch.setattr(commands, "KILL_LIMIT_S", 0.2)
+    ours = subprocess.Popen(["sleep", "60"])
+    try:
+        elsewhere = runs.Status(state="running", pid=ours.pid, pid_started=processes.started(ours.pid), host="login2")
+        runs.write_status(run, elsewhere)
+        assert cli.main(["cancel"]) == 2
+        assert (
+            f"is running on login2\n  fix: cancel it there: python -m launcher cancel {run}" in capsys.readouterr().err
+        )
+        commands.stop(run, "running", 0.0)
+        assert ours.poll() is None
+        runs.write_status(run, elsewhere)
+        long_ago = msgspec.structs.replace(runs.read_status(run), updated=time.time() - 100)
+        (run / "status.json").write_bytes(msgspec.json.encode(long_ago))
+        assert States().of(run) == "cancelled", "that machine is gone, or has another name now"
+    finally:
+        ours.kill()
+
+
 def test_resume_refuses_other_changes_with_a_diff(run, capsys):
     argv = ["resume", "tiny", "--set", "rollout.num_prompts=5", "--set", "num_steps=9"]
     assert cli.main(argv) == 2
@@ -222,6 +268,16 @@ def test_resume_refuses_other_changes_with_a_diff(run, capsys):
     assert "-  num_prompts: 4" in err and "+  num_prompts: 5" in err and "--accept-changes" in err
     assert "num_steps: 9" not in "".join(line for line in err.splitlines() if line.startswith(("+", "-")))
     assert load_run(run / "config.yaml").num_steps == 4, "nothing was changed"
+    text = (run / "config.yaml").read_text()
+    (run / "attempts/1/config.yaml").write_text(text)
+    (run / "config.yaml").write_text(text.replace("num_prompts: 4", "num_prompts: 6"))
+    assert cli.main(["resume", "tiny"]) == 2, "an edit of the run's own config is a change too"
+    assert "+  num_prompts: 6" in capsys.readouterr().err
+    (run / "config.yaml").write_text(text)
+    with Path("train.jsonl").open("a") as data:
+        data.write('{"prompt": "1+1", "answer": "2"}\n')
+    assert cli.main(["resume", "tiny"]) == 2, "other rows would be drawn"
+    assert "train.jsonl is not what the run was trained on so far" in capsys.readouterr().err
 
 
 def test_resume_of_a_finished_run_says_how_to_go_on(run, capsys):
@@ -229,13 +285,29 @@ def test_resume_of_a_finished_run_says_how_to_go_on(run, capsys):
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "reward": 1.0}\n')
     assert cli.main(["resume"]) == 2
-    assert "--set num_steps=" in capsys.readouterr().err
+    assert "has done all its 4 steps" in (err := capsys.readouterr().err) and "--set num_steps=" in err
+    assert cli.main(["resume", "--set", "num_steps=3"]) == 2
+    assert "has done 4 steps, and num_steps is 3" in capsys.readouterr().err
 
 
-def test_resume_refuses_a_run_under_way(run, capsys):
+def test_resume_refuses_a_run_under_way(run, capsys, monkeypatch):
+    monkeypatch.setattr(commands, "LOCK_LIMIT_S", 0.2)
+    with runs.held(run):  # as another resume or a supervisor does
+        assert cli.main(["resume", "--set", "num_steps=9"]) == 2
+    assert "is under way, or another resume" in capsys.readouterr().err
+    assert load_run(run / "config.yaml").num_steps == 4, "nothing was changed"
     runs.write_status(run, runs.Status(state="queued"))
     assert cli.main(["resume"]) == 2
-    assert "is queued" in capsys.readouterr().err
+    assert "is starting" in capsys.readouterr().err, "there is no queue"
+
+
+def test_a_folder_that_cannot_be_written_to_is_said_to_be_so(run, capsys, monkeypatch):
+    def refuse(path, data):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(runs, "write_atomic", refuse)
+    assert cli.main(["resume", "--set", "num_steps=9"]) == 2
+    assert "config.yaml: Read-only file system\n  fix: let it be writable" in capsys.readouterr().err
 
 
 def test_a_queued_run_that_never_starts_counts_as_died(run):
@@ -250,27 +322,14 @@ def test_plain_view_has_one_line_a_step(run, capsys):
     assert lines[0] == ["step", "reward", "held-out", "samples/s", "tokens/s", "lag", "time", "left"]
     assert lines[1] == ["1/4", "0.250", "0.250", "9.5", "99", "0.00", "6s"]
     assert lines[3] == ["3/4", "0.750", "0.250", "9.5", "99", "0.00", "2s"]
-    assert len(lines) == 5
+    assert len(lines) == 4, "how it ended is the caller's to tell"
 
 
 def test_terminal_view_draws(run, capsys):
     with progress.open_view(terminal=True) as view:
         assert progress.follow(run, 4, view, States()) == "ended"
     out = capsys.readouterr().out
-    assert "held-out" in out and "3/4" in out and "ended, attempt 1" in out
-
-
-def test_a_file_of_lines_is_followed_over_cuts(tmp_path):
-    file = tmp_path / "x.jsonl"
-    lines = runs.JsonLines(file)
-    assert list(lines.new()) == []
-    file.write_text('{"a": 1}\n{"a": 2}\n{"a"')
-    assert [line["a"] for line in lines.new()] == [1, 2]
-    with file.open("a") as more:
-        more.write(": 3}\nnoise\n[4]\n")
-    assert [line["a"] for line in lines.new()] == [3]
-    file.write_text('{"a": 5}\n')
-    assert [line["a"] for line in lines.new()] == [5]
+    assert "held-out" in out and "3/4" in out
 
 
 @pytest.mark.parametrize(

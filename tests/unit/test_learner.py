@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from runtime import learner as module
-from runtime.comm.messages import AskSaved, Done, Save, Saved, Train, Trained
+from runtime.comm.commands import AskSaved, Done, Save, Saved, Train, Trained
 from runtime.errors import WaitTimeout
 from runtime.learner import Learner
 from runtime.types import Batch, Share

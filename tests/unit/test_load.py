@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.config import AlgorithmChoice, Limits, Optimizer, RunConfig, SiteConfig, Trainer
-from runtime.errors import ConfigError
+from runtime.config import AlgorithmChoice, Limits, Optimizer, RunConfig, Trainer
+from runtime.errors import ConfigError, Mistakes
 from runtime.load import dump, load_run, load_site, read_run
+from runtime.site import SiteConfig
 
 BASE = """\
 name: base
@@ -24,6 +25,9 @@ rollout:
   num_prompts: 4
   num_samples: 2
 """
+
+
+TEACHERS = BASE.replace("data:", "  teachers: {a: {path: x}, b: %s}\ndata:")
 
 
 @pytest.fixture
@@ -85,6 +89,8 @@ def test_overrides_reach_everywhere(here):
     assert config.trainer.optimizer.learning_rate == 1e-4
     assert config.algorithm == AlgorithmChoice(options={"a": 1})
     assert config.deterministic and len(config.evaluation.sets) == 1
+    named = load_run(here / "base.yaml", ["data.0.name=x", "data.0.name=", "models.policy.path=y"])
+    assert named.data[0].name == ""
 
 
 def test_anchors_and_merge_keys(here):
@@ -104,6 +110,27 @@ def test_paths_are_absolute_and_current_directory_wins(here):
     assert load_run(here / "base.yaml", ["data.0.path=none"]).data[0].path == str(Path.cwd() / "none")
 
 
+def test_paths_may_name_the_home_folder_and_variables(here, monkeypatch):
+    """runs_dir: ~/runs would make a folder called ~ in the current one."""
+    monkeypatch.setenv("HOME", str(here))
+    monkeypatch.setenv("SCRATCH", str(here / "scratch"))
+    config = load_run(
+        write(here, BASE + "runs_dir: $SCRATCH/runs\ncode_dir: ~/code\nsync: {channel: disk, folder: $SCRATCH/w}\n"),
+        ["data.0.path=~/train.jsonl", "models.policy.path=$SCRATCH/model"],
+    )
+    found = [config.runs_dir, config.code_dir, config.sync.folder, config.data[0].path, config.models.policy.path]
+    assert found == [str(here / p) for p in ("scratch/runs", "code", "scratch/w", "train.jsonl", "scratch/model")]
+
+
+def test_a_time_needs_no_quotes(here):
+    """YAML 1.1 reads it as a number of seconds."""
+    site = write(here, "name: x\nscheduler: slurm\nslurm: {time: 12:30:00}\n")
+    assert load_site(str(site)).slurm.time == "12:30:00" and "12:30:00" in dump(load_site(str(site)))
+    assert load_site(str(site), ["time=1:00:00"]).slurm.time == "1:00:00"
+    with pytest.raises(ConfigError, match=r"env\.A-B: is no name of a variable"):
+        load_site(str(site), ["env={A-B: x}"])
+
+
 def test_path_is_beside_the_file_that_names_it(here):
     (here / "deep").mkdir()
     (here / "train.jsonl").touch()
@@ -111,7 +138,8 @@ def test_path_is_beside_the_file_that_names_it(here):
     assert config.data[0].path == str(here / "deep/../train.jsonl")
 
 
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+INTEGERS = st.integers(-(2**63), 2**63 - 1)
+SCALARS = st.none() | st.booleans() | INTEGERS | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 OPTIONS = st.dictionaries(
     st.text(), st.recursive(SCALARS, lambda v: st.lists(v) | st.dictionaries(st.text(), v), max_leaves=5), max_size=4
 )
@@ -119,7 +147,7 @@ NAMES = st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 
 
 @settings(deadline=None, max_examples=40)
-@given(NAMES, st.integers(-(2**63), 2**63 - 1), st.floats(0.0, 1e9), OPTIONS)
+@given(NAMES, INTEGERS, st.floats(0.0, 1e9), OPTIONS)
 def test_dump_and_load_give_the_same_config(tmp_path_factory, name, seed, rate, options):
     path = tmp_path_factory.getbasetemp() / "dumped.yaml"
     path.write_text(BASE)
@@ -142,6 +170,24 @@ def test_sites(here):
     assert load_site(path) == SiteConfig(name="mine", gpus_per_node=2, env={"A": "b"})
     with pytest.raises(ConfigError, match="did you mean 'local'"):
         load_site("locl")
+    write(Path.cwd(), "name: lumi\n", "lumi.yaml")
+    with pytest.raises(ConfigError, match=r"did you mean \./lumi\.yaml\? known sites: "):
+        load_site("lumi")
+
+
+def test_the_environment_of_a_site_is_text_also_where_it_is_numbers(here):
+    path = write(here, "name: mine\nenv:\n  FI_CXI_DISABLE_HOST_REGISTER: 1\n  B: 0.5\n  C: '010'\n", "mine.yaml")
+    given = {"FI_CXI_DISABLE_HOST_REGISTER": "1", "B": "0.5", "C": "010"}
+    site = load_site(path, ["env.NCCL_DEBUG=INFO", "env.NCCL_NET_GDR_LEVEL=3"])
+    assert site.env == given | {"NCCL_DEBUG": "INFO", "NCCL_NET_GDR_LEVEL": "3"}
+    assert load_site(write(here, dump(site))) == site
+    for value, problem, fix in (("true", "cannot be True", '"1" or "true"'), ("[1]", "is a list", "give text")):
+        with pytest.raises(ConfigError) as caught:
+            load_site(write(here, f"name: mine\nenv:\n  A: {value}\n"))
+        assert caught.value.where == f"{here}/run.yaml:3: env.A"
+        assert problem in caught.value.problem and fix in caught.value.fix
+    with pytest.raises(ConfigError, match="--set-site: env: is a list"):
+        load_site(path, ["env=[1]"])
 
 
 # ---- mistakes in a file ------------------------------------------------------------------------------------------
@@ -163,6 +209,10 @@ def test_sites(here):
         (BASE + "trainer: [1]\n", "run.yaml:10: trainer", "is a list", "a section"),
         (BASE + "evaluation: {sets: {path: x}}\n", "run.yaml:10: evaluation.sets", "is a section", "a list"),
         (BASE + "deterministic: 1\n", "run.yaml:10: deterministic", "1", "true or false"),
+        (BASE + "trainer: {lora: {rank: 0}}\n", "run.yaml:10: trainer.lora.rank", "be 0", "integer of at least 1"),
+        (BASE + "trainer: {lora: {rnk: 3}}\n", "run.yaml:10: trainer.lora.rnk", "unknown key", "did you mean 'rank'?"),
+        (TEACHERS % "{pth: x}", "run.yaml:5: models.teachers.b.pth", "unknown key", "did you mean 'path'?"),
+        (TEACHERS % "{path: x, expert: y}", "run.yaml:5: models.teachers.b.expert", "cannot be 'y'", "integer"),
         (BASE.replace("num_steps: 3\n", ""), "run.yaml:1: num_steps", "is missing", "an integer of at least 0"),
         (BASE.replace("path: train", "name: train"), "run.yaml:6: data.0.path", "is missing", "text"),
         (BASE + "name: again\n", "run.yaml:10", "stands in line 1 too", "remove one"),
@@ -180,8 +230,20 @@ def test_sites(here):
         ("name\n", "run.yaml:1", "holds only 'name'", "key: value"),
         (b"name: \0\n", "run.yaml", "is a binary file (NUL at byte 6)", "YAML file"),
         (b"name: \xff\n", "run.yaml", "is not UTF-8 text (byte 6)", "UTF-8"),
+        ("name: " + "[" * 900, "run.yaml", "is nested too deeply", "a few levels"),
         ("name: \x01\n", "run.yaml", "not valid YAML", "character"),
         ("extends: run.yaml\n", "run.yaml", "goes in a circle", "remove one"),
+        ("extends: bse.yml\n", "run.yaml:1: extends", "no such file", "did you mean 'base.yaml'? it is"),
+        ("extends: configs/base.yaml\n", "run.yaml:1: extends", "no such file", "did you mean 'base.yaml'? it is"),
+        ("extends: ../confgs/base.yaml\n", "run.yaml:1: extends", "no such file", "/configs/base.yaml'? it is"),
+        (BASE + "sync: disk\n", "run.yaml:10: sync", "be 'disk'", "a section: did you mean sync.channel?"),
+        (BASE + "staleness: 1\n", "run.yaml:10: staleness", "be 1", "did you mean staleness.max_versions?"),
+        (BASE + "algorithm: ppo\n", "run.yaml:10: algorithm", "be 'ppo'", "did you mean algorithm.name?"),
+        (TEACHERS % "x", "run.yaml:5: models.teachers.b", "be 'x'", "did you mean models.teachers.b.path?"),
+        (BASE + "algorithm: {kl: 0.1}\n", "run.yaml:10: algorithm.kl", "unknown", "did you mean algorithm.options.kl?"),
+        (BASE + "  slots: 3\n", "run.yaml:10: rollout.slots", "unknown", "did you mean rollout.engine_options.slots?"),
+        (BASE + "limits: {start_s: 10m}\n", "run.yaml:10: limits.start_s", "'10m'", "give it in seconds: 600"),
+        (BASE + "limits: {start_s: 10ms}\n", "run.yaml:10: limits.start_s", "'10ms'", "give a number"),
         ("extends: none.yaml\n", "run.yaml:1: extends", "no such file", "relative to"),
         ("extends: [a, b]\n", "run.yaml:1: extends", "not a file name", "one file"),
     ],
@@ -205,14 +267,19 @@ def test_a_circle_names_its_chain(here):
 def test_an_error_names_the_file_of_the_chain_it_stands_in(here):
     write(here, BASE.replace("num_prompts: 4", "num_prompts: x"), "base.yaml")
     top = write(here, "extends: base.yaml\nrollout:\n  num_samples: y\n")
-    assert refusal(top).where == f"{here}/base.yaml:8: rollout.num_prompts"
+    with pytest.raises(Mistakes) as several:
+        load_run(top)
+    places = (f"{here}/base.yaml:8: rollout.num_prompts", f"{here}/run.yaml:3: rollout.num_samples")
+    assert tuple(one.where for one in several.value.found) == places
     assert refusal(top, "rollout.num_prompts=4").where == f"{here}/run.yaml:3: rollout.num_samples"
     error = refusal(top, "rollout.num_prompts=4", "rollout.num_samples=z")
     assert error.where == "--set: rollout.num_samples"
 
 
 def test_missing_folder_and_forbidden_files(here):
-    assert "did you mean 'base.yaml'" in refusal(str(here / "bse.yaml")).fix
+    assert f"did you mean '{here}/base.yaml'" in refusal(str(here / "bse.yaml")).fix
+    assert "did you mean '../configs/base.yaml'" in refusal("../config/base.yaml").fix
+    assert refusal(str(here / "far.yaml")).fix == "check the path"
     assert "no such file" in refusal(str(here / "none" / "x.yaml")).problem
     assert "is a folder" in refusal(str(here)).problem
     (here / "base.yaml").chmod(0o666)

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from runtime import samples
 from runtime.buffer import Buffer, equal_rewards
 from runtime.comm.messages import Finished
 from runtime.config import DataSet, EvalSet
@@ -19,7 +21,7 @@ from runtime.evaluate import Evaluation
 from runtime.loop import Loop, Progress, Rules
 from runtime.metrics import Recorder
 from runtime.state import Checkpoints
-from runtime.types import Batch, RunState, SamplingParams
+from runtime.types import Batch, Lease, Prompt, RunState, SamplingParams
 from tests.tools import ledger
 from tests.unit.test_buffer import finished
 
@@ -139,7 +141,7 @@ def make_loop(
         in_order=lockstep,
         filters=[equal_rewards],
     )
-    buffer.restore(state.ready, state.running, state.next_lease)
+    buffer.restore(state.ready, state.running, state.next_lease, state.version)
     calls = iter(range(10**9))
     fleet = Fleet(rng, deaths)
     return Loop(
@@ -156,13 +158,19 @@ def make_loop(
             mismatch=0.05,
             batch=make_batch,
         ),
-        progress=Progress(step=state.step, version=state.version, taken=state.taken, evaluated=state.evaluated),
+        progress=Progress(
+            step=state.step,
+            version=state.version,
+            taken=state.taken,
+            evaluated=state.evaluated,
+            failed=state.failed,
+        ),
         fleet=fleet,
         learner=Learner(rng),
         publisher=Publisher(fleet),
         buffer=buffer,
         evaluation=Evaluation([EvalSet(path=str(data), name="heldout", limit=2)]),
-        recorder=Recorder(run_dir, state.offsets, tensorboard=False),
+        recorder=Recorder(run_dir, state.offsets, step=state.step, tensorboard=False),
         checkpoints=checkpoints,
         text=lambda tokens: " ".join(map(str, tokens)),
         stop=lambda: "preempted" if stop_after is not None and next(calls) > stop_after else "",
@@ -242,7 +250,13 @@ def test_evaluations_and_samples_are_written(tmp_path):
     assert evals == [0, 2, 4, 6]
     rows = lines(tmp_path / "run", "samples/step-000001.jsonl")
     assert len(rows) == 4 and {r["prompt_id"] for r in rows} != {rows[0]["prompt_id"]}
-    assert rows[0]["text"] == "2 3" and rows[0]["prompt"].isdigit()
+    assert rows[0]["text"] == "2 3" and rows[0]["prompt"].isdigit() and rows[0]["turns"] == []
+    lease = Lease(number=0, prompt=Prompt(id="p", dataset="x"), version=0, num_samples=1, params=SamplingParams())
+    sample = finished(lease).samples[0]
+    mask = np.array([False, True, True, False, True])
+    mixed = replace(sample, tokens=np.arange(5, dtype=np.int32), loss_mask=mask)
+    turns = samples.turns(mixed, loop.text)
+    assert [(t["by"], t["text"]) for t in turns] == [("policy", "1 2"), ("environment", "3"), ("policy", "4")]
 
 
 def test_waiting_for_groups_is_bounded_and_says_for_whom(tmp_path):
@@ -263,6 +277,25 @@ def test_sampling_on_for_ever_without_a_useful_group_is_an_error(tmp_path):
     ]
     with pytest.raises(ConfigError, match="30 groups in a row were dropped, the last one for: equal rewards"):
         loop.gather()
+
+
+def test_groups_without_a_score_are_counted_over_a_stop(tmp_path):
+    """Each at the step that follows; those that a filter drops are not among them."""
+    run_dir, options = tmp_path / "run", {"max_versions": 0, "num_steps": 2, "lockstep": True}
+    loop = make_loop(run_dir, np.random.default_rng(0), **options)
+    loop.publish({0})
+    loop.fleet.poll = lambda timeout_s: [
+        Finished(group=finished(loop.fleet.running.pop(), rewards), purpose="train", seconds=0.0)
+        for rewards in ((None, None), (1.0, 1.0))
+    ]
+    loop.feed(0.0)
+    loop.fleet.poll = lambda timeout_s: []
+    loop.save()
+    loop.learner.settle(0.0)
+    loop.recorder.close()
+    assert make_loop(run_dir, np.random.default_rng(0), **options).run() == ""
+    trained = [x for x in lines(run_dir, "metrics.jsonl") if "reward" in x]
+    assert [x["dropped_groups"] for x in trained] == [1, 0]
 
 
 @pytest.mark.parametrize("found", [0.06, float("nan")])

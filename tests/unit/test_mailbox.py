@@ -17,9 +17,10 @@ import zmq
 
 from runtime.comm import link as link_module
 from runtime.comm import mailbox as mailbox_module
+from runtime.comm.codec import encode
 from runtime.comm.link import AGAIN, BEAT, DATA, Envelope, Link
 from runtime.comm.mailbox import MailboxClient, MailboxServer
-from runtime.comm.messages import Fault, Hello, Journal, Reply, Restart, StopAgent, encode
+from runtime.comm.messages import Fault, Hello, Journal, Reply, Restart, StopAgent
 from runtime.errors import PeerLost, SluiceError, WaitTimeout
 from runtime.types import Completion
 
@@ -190,17 +191,28 @@ def raw_client(server, *, encrypted=True):
     return s
 
 
-def test_malformed_messages_are_dropped_and_the_next_is_read(server):
+def test_messages_without_an_envelope_are_dropped_and_the_next_is_read(server):
     with raw_client(server) as s:
         s.send_multipart([b""])
         s.send_multipart([TOKEN])
         s.send_multipart([TOKEN, b"short"])
-        s.send_multipart([TOKEN, Envelope(DATA, 7, 1, 0).pack(), b"\xc1 no message"])
-        s.send_multipart([TOKEN, Envelope(DATA, 7, 2, 0).pack()])
-        s.send_multipart([TOKEN, Envelope(DATA, 7, 3, 0).pack(), *encode(Restart(engines=(), reason=""))])
-        s.send_multipart([TOKEN, Envelope(DATA, 7, 4, 0).pack(), *encode(Hello(node=0, rank=7))])
+        s.send_multipart([TOKEN, Envelope(DATA, 7, 1, 0).pack(), *encode(Hello(node=0, rank=7))])
         assert server.receive(5) == (7, Hello(node=0, rank=7))
-        assert server.dropped == {"a stranger": 1, "a member": 2, "rank 7": 3}
+        assert server.dropped == {"a stranger": 1, "a member": 2}
+
+
+LISTED = Journal(request=1, journals={0: ((completion([7, 8]),),)})
+"""Its tokens are no array."""
+
+
+@pytest.mark.parametrize("frames", [[b"\xc1 no message"], [], encode(Restart(engines=(), reason="")), encode(LISTED)])
+def test_a_message_of_a_member_that_cannot_be_read_is_a_fault(server, frames):
+    """Nobody would send it again, and who waits for it would wait for its limit."""
+    with raw_client(server) as s:
+        s.send_multipart([TOKEN, Envelope(DATA, 7, 1, 0).pack(), *frames])
+        with pytest.raises(SluiceError, match="a message of rank 7 cannot be read: ") as caught:
+            server.receive(5)
+        assert caught.value.kind == "bug"
 
 
 def test_nothing_is_read_without_encryption(server):

@@ -9,19 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.comm import framing
-from runtime.comm.messages import (
-    Answer,
-    Command,
-    Finished,
-    FromAgent,
-    Journal,
-    Restart,
-    ToAgent,
-    Train,
-    Work,
-    decode,
-    encode,
-)
+from runtime.comm.codec import decode, encode
+from runtime.comm.commands import Answer, Command, Train
+from runtime.comm.messages import Finished, FromAgent, Journal, Restart, ToAgent, Work
 from runtime.types import Completion, Group, Lease, MicroBatch, Prompt, Sample, SamplingParams, Share, Totals
 
 DTYPES = ["<i4", "<f4", "<f8", "<f2", "|b1", "|u1", "<i8", "<c8", ">f4"]

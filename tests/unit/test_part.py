@@ -8,11 +8,12 @@ from runtime.comm.messages import EngineBegun, EngineDown, EngineReady, PartDown
 from runtime.errors import EngineLost
 from runtime.fleet import Fleet
 from runtime.rollout import keeper
-from runtime.rollout.keeper import EngineSettings, EngineStart, Keeper
+from runtime.rollout.keeper import Keeper
 from runtime.rollout.part import Part
 from runtime.rollout.pool import Pool
+from runtime.rollout.start import EngineStart
 from runtime.topology import EngineSlot, RankSlot, Topology
-from tests.unit.fakes import FakeKind, FakeSpawner
+from tests.unit.fakes import FakeKind, FakeSpawner, engine_settings
 from tests.unit.test_fleet import Mailbox
 
 
@@ -30,24 +31,9 @@ class Spawner(FakeSpawner):
 
 
 def made(folder, what, node_rank, told, *between):
-    (folder / "token").write_text("secret\n")
-    settings = EngineSettings(
-        host="127.0.0.1",
-        log_dir=str(folder),
-        token_file=str(folder / "token"),
-        dtype="float32",
-        threads=1,
-        deterministic=False,
-        pause="retract",
-        call_s=10.0,
-        order_s=5.0,
-        start_s=5.0,
-        silence_s=0.3,
-        restarts=2,
-    )
     start = EngineStart(id=7, model="policy", path="m", num_ranks=2, num_nodes=2, node_rank=node_rank, env={})
     spawner = Spawner()
-    return what(start, settings, Kind(), spawner, *between, told.append), spawner
+    return what(start, engine_settings(folder), Kind(), spawner, *between, told.append), spawner
 
 
 def test_a_part_is_of_one_start_of_the_engine_and_says_when_it_ends(tmp_path):

@@ -17,7 +17,7 @@ from runtime.rollout.sampler import Sampler, join, seed_of
 from runtime.rollout.tokenizer import HfTokenizer
 from runtime.types import Completion, Lease, Prompt, SamplingParams
 from tests.unit.fakes import TEMPLATE, FakeEngine, drawn, save_tokenizer
-from tests.unit.plays import Ragged, Raises, TwoTurns
+from tests.unit.plays import Cancelled, Ragged, Raises, TwoTurns
 
 TOKENS = (1, 2, 3)
 
@@ -54,7 +54,7 @@ def lease(num_samples=3, max_new_tokens=6, **fields):
     return Lease(**{"number": 4, "prompt": prompt, "version": 7, "num_samples": num_samples, "params": params} | fields)
 
 
-def play(engines, lease=None, environment=None, journal=None, rewards=None, wait_s=2.0, meanwhile=None):
+def play(engines, lease=None, environment=None, journal=None, rewards=None, wait_s=2.0, meanwhile=None, **more):
     """The group, and the journal, of a lease that ran on these engines."""
     lease = lease or globals()["lease"]()
     journal = journal if journal is not None else [[] for _ in range(lease.num_samples)]
@@ -71,6 +71,7 @@ def play(engines, lease=None, environment=None, journal=None, rewards=None, wait
             environments={"letters": environment or SingleTurn()},
             tokenizer=Letters(),
             rewards=rewards or Lengths(),
+            **more,
         )
         async with asyncio.TaskGroup() as tasks:
             group = tasks.create_task(sampler.run(lease, journal))
@@ -268,16 +269,20 @@ def test_a_partial_completion_in_a_journal_is_gone_on_with():
     assert one.calls[0][0] == [*TOKENS, *made.tokens[:2].tolist()]
 
 
-@pytest.mark.parametrize("environment", [Raises(), Ragged()])
-def test_a_failing_environment_is_no_reward(environment):
+@pytest.mark.parametrize(
+    ("environment", "reason", "fails"),
+    [
+        (Raises(), "sandbox is gone", [False, True, False]),
+        (Ragged(), "log-probs", [True] * 3),
+        (Cancelled(), "awaited something that was cancelled", [True] * 3),
+    ],
+)
+def test_a_failing_environment_is_no_reward(environment, reason, fails):
     group, _ = play([engine()], environment=environment)
     bad = group.samples[1]
     assert len(group.samples) == 3, "the group keeps its size"
     assert (bad.status, bad.reward, bad.trainable, len(bad.tokens)) == ("failed", None, False, 0)
-    assert "sandbox is gone" in bad.reason or "log-probs" in bad.reason
-    assert [s.status == "failed" for s in group.samples] == (
-        [False, True, False] if isinstance(environment, Raises) else [True, True, True]
-    )
+    assert reason in bad.reason and [s.status == "failed" for s in group.samples] == fails
 
 
 def test_a_failed_reward_is_none_and_not_trained():

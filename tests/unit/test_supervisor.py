@@ -1,7 +1,10 @@
 """The supervisor over a stand-in world: which ends are restarted, what signals do, and that nothing is left."""
 
+import errno
 import fcntl
 import mmap
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher import cli, commands, plan, processes, runs, verdict
+from launcher import cli, commands, job, plan, processes, runs, supervisor, verdict
 from launcher.plan import Machine
-from runtime.config import SiteConfig
 from runtime.load import load_run
+from runtime.site import SiteConfig
 from tests.unit.inputs import write_inputs
 
 ROOT = Path(__file__).parents[2]
@@ -101,6 +104,12 @@ def test_a_world_that_hangs_after_its_report_is_killed(run):
     assert "after its report" in (run / "supervisor.log").read_text()
 
 
+def test_what_a_rank_said_inside_mpi_init_is_the_cause_of_what_others_report(run):
+    assert finish(supervise(run, "wrong_pmi")) == "config"
+    assert "different PMIs" in runs.read_report(run, 0).message
+    assert "what ranks reported as they were ended: bug" in (run / "supervisor.log").read_text()
+
+
 def test_cancel_lets_the_world_save(run, capsys):
     child = supervise(run, "saves")
     wait_for(lambda: state(run) == "running", "the world to run")
@@ -119,9 +128,9 @@ def test_a_second_signal_kills_a_world_that_hangs(run):
     assert len(family) == 2
     commands.ask_to_stop(run, state(run))
     wait_for(lambda: state(run) == "ending", "the supervisor to pass the signal on")
-    commands.ask_to_stop(run, state(run))
+    os.kill(child.pid, signal.SIGHUP)  # an order like others
     assert finish(child) == "preempted"
-    assert "killed" in runs.read_report(run, 0).message
+    assert runs.read_report(run, 0).message == "told to stop twice, so it was killed before it could save"
     assert not [pid for pid in family if processes.started(pid)]
 
 
@@ -133,6 +142,30 @@ def test_cancel_kills_when_the_world_does_not_stop_in_time(run):
     assert cli.main(["cancel", str(run)]) == 0
     assert finish(child) == "preempted"
     assert state(run) == "cancelled"
+
+
+def test_on_a_full_disk_the_report_takes_the_place_of_a_checkpoint_that_was_begun(run, monkeypatch):
+    begun, whole = (run / "checkpoints" / name for name in ("step-000002", "step-000001"))
+    for folder in (begun, whole):
+        folder.mkdir()
+    (whole / "COMPLETE").touch()
+    (run / "attempts/0").mkdir()
+    write = Path.write_bytes
+
+    def full(path, data):
+        if begun.exists():
+            write(path, b"")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return write(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    config = load_run(run / "config.yaml")
+    watcher = supervisor.Supervisor(run, job.of(run, config, SiteConfig(name="local")), config.limits)
+    watcher._say("running")
+    assert begun.exists(), "a world may be writing it"
+    watcher._write(run / "attempts/0", runs.Report(kind="config", message="the disk is full"))
+    assert runs.read_report(run, 0).kind == "config" and whole.exists()
+    assert [p.name for p in (run / "attempts/0").iterdir()] == ["report.json"]
 
 
 def test_death_of_the_supervisor_takes_the_world_down(run, capsys):
@@ -251,6 +284,7 @@ def test_the_command_covers_every_rank_once_and_gives_each_node_its_gpus(tmp_pat
     assert all("-m mpi4py -m runtime.main --run-dir /a%b/run --attempt 7" in section for section in sections)
     assert "/a%%b/run/attempts/7/rank-%r.log" in sections[0]
     assert planned.env["NCCL_DEBUG"] == "WARN" and planned.env["HF_HUB_OFFLINE"] == "1"
+    assert planned.env["NCCL_CUMEM_ENABLE"] == "0", "as SGLang has it"
 
 
 def test_the_plan_as_people_read_it(tmp_path):
@@ -259,7 +293,8 @@ def test_the_plan_as_people_read_it(tmp_path):
     site = SiteConfig(name="local", env={"A": "two words"})
     text = plan.describe(plan.make(config, site, Path("/runs/RUN"), 0, machine), config, site)
     golden = Path(__file__).parents[1] / "golden" / "plan_local.txt"
-    assert text.replace(str(plan.PROJECT), "PROJECT") + "\n" == golden.read_text()
+    text = text.replace(str(plan.PROJECT), "PROJECT").replace(f"{tmp_path}/", "")
+    assert text + "\n" == golden.read_text()
 
 
 def test_a_world_inherits_nothing_of_another_one():
@@ -292,3 +327,14 @@ def test_shared_memory_that_nobody_maps_is_deleted(tmp_path):
         assert processes.remove_stale_shared_memory(tmp_path) == []  # too young
         assert processes.remove_stale_shared_memory(tmp_path, min_age_s=-1.0) == ["mpich_shm_dead_0"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mpich_shm_alive_0", "other"]
+
+
+def test_topologies_are_deleted_when_no_process_manager_lives(tmp_path):
+    (tmp_path / "hydra_hwloc_xmlfile_aB3").touch()
+    (tmp_path / "manager").symlink_to(shutil.which("sleep"))
+    with subprocess.Popen([tmp_path / "manager", "60"]) as manager:
+        wait_for(lambda: Path(f"/proc/{manager.pid}/comm").read_text() == "manager\n", "exec")
+        assert processes.remove_stale_topologies(tmp_path, "manager") == []
+        manager.kill()
+    assert processes.remove_stale_topologies(tmp_path, "manager") == ["hydra_hwloc_xmlfile_aB3"]
+    assert [path.name for path in tmp_path.iterdir()] == ["manager"]

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.config import Cluster, EngineSet, Parallel, Rollout, SiteConfig
+from runtime.config import Cluster, EngineSet, Parallel, Rollout
 from runtime.errors import ConfigError
+from runtime.site import SiteConfig
 from runtime.topology import EngineSlot, RankSlot, Topology, check_cut, leaders, make
 
 SIZES = st.integers(1, 4)
@@ -178,7 +179,7 @@ def test_an_engine_that_needs_more_than_a_node_has_stands_on_several():
     assert [(e.id, e.nodes, e.gpus) for e in made.engines] == [(0, (1, 2), (0, 1, 2, 3)), (1, (3, 4), (0, 1, 2, 3))]
     assert [[e.id for e in made.engines_of(n)] for n in range(5)] == [[], [0], [], [1], []]
     assert [[e.id for e in made.parts_of(n)] for n in range(5)] == [[], [0], [0], [1], [1]]
-    for width, count in ((6, 4), (8, 3)):
+    for width, count, whole in ((6, 4, "8 or 16"), (8, 3, "12")):
         rollout = Rollout(num_prompts=1, num_samples=1, gpus_per_engine=width)
-        with pytest.raises(ConfigError, match=f"{width}, but a node .* has 4 GPUs\n.*use at most 4, or as many as"):
+        with pytest.raises(ConfigError, match=f"{width}, but a node .* has 4 GPUs\n.* at most 4, or .* nodes {whole}$"):
             make(Cluster(num_train_nodes=1, num_rollout_nodes=count), rollout, site, nodes)

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime import learner
+from runtime.comm import commands as c
 from runtime.comm import messages as m
 from runtime.config import Sync
 from runtime.fleet import Fleet
@@ -175,36 +176,38 @@ class Node:
 
     def obey(self, command):
         match command:
-            case m.Wake():
+            case c.Wake():
                 assert all(engine.sleeps for engine in self.engines.values())
                 self.trainer_is_awake = True
-            case m.AskSaved():
-                return m.Saved(is_written=True)
-            case m.Describe():
-                return m.Described(manifest=MANIFEST)
-            case m.OpenGroup():
+            case c.AskSaved():
+                return c.Saved(is_written=True)
+            case c.Describe():
+                return c.Described(manifest=MANIFEST)
+            case c.OpenGroup():
                 address = GroupAddress(name=command.name, host="", port=1, world_size=3, backend="gloo")
-                return m.Opened(address=address)
-            case m.JoinGroup() | m.Push() if any(not self.engines[id].is_up for id in self.group):
-                return m.Failed(reason="PeerLost")
-            case m.Push():
+                return c.Opened(address=address)
+            case c.JoinGroup() | c.Push() if any(not self.engines[id].is_up for id in self.group):
+                return c.Failed(reason="PeerLost")
+            case c.JoinGroup():
+                return c.Joined()
+            case c.Push():
                 assert self.trainer_is_awake
-                return m.Pushed(digests={})
-            case m.Lend():
+                return c.Pushed(digests={})
+            case c.Lend():
                 assert self.trainer_is_awake and command.readers
                 self.lent = 1 if command.is_first else self.lent + 1
-                return m.Lent(handle=str(self.lent))
-            case m.TakeBack():
+                return c.Lent(handle=str(self.lent))
+            case c.TakeBack():
                 self.lent = 0
-            case m.Sleep():
+            case c.Sleep():
                 assert not self.lent
                 self.trainer_is_awake = False
-            case m.Train():
+            case c.Train():
                 assert self.trainer_is_awake and all(engine.sleeps for engine in self.engines.values())
-                return m.Trained(metrics={"loss": 0.0})
-            case m.Save():
+                return c.Trained(metrics={"loss": 0.0})
+            case c.Save():
                 assert self.trainer_is_awake
-        return m.Done()
+        return c.Done()
 
 
 TOPOLOGY = Topology(

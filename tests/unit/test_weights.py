@@ -344,6 +344,18 @@ def test_buckets_are_whole_tensors_in_order_within_the_limit(tensors, bucket_byt
     assert all(sum(some) + after[0] > bucket_bytes for some, after in pairwise(sizes)), "full"
 
 
+@given(st.permutations(["q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa"]), st.integers(1, 12))
+def test_what_sglang_makes_one_tensor_of_comes_in_one_bucket(parts, limit):
+    names = [f"model.layers.{i}.{part}.weight" for i in range(3) for part in ["mlp", *parts, "o_proj"]]
+    manifest = Manifest(names=tuple(names), dtypes=("uint8",) * 18, shapes=((1,),) * 18, bucket_bytes=limit)
+    held = [names[cut] for cut in buckets(manifest)]
+    assert [name for some in held for name in some] == names
+    for one, two in ((n, n.replace("q_a_proj", "kv_a_proj_with_mqa")) for n in names if "q_a_proj" in n):
+        assert [one in some for some in held] == [two in some for some in held]
+    between = sorted(parts.index(part) for part in ("q_a_proj", "kv_a_proj_with_mqa"))
+    assert max(map(len, held)) <= max(limit, between[1] - between[0] + 1)
+
+
 def test_item_sizes_are_torchs():
     assert all(getattr(torch, name).itemsize == size for name, size in ITEM_BYTES.items())
 

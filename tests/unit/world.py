@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from launcher import site
+from launcher import machine
 from launcher.job import LocalJob
 from launcher.plan import JobPlan
 from launcher.supervisor import Supervisor, main, open_log
@@ -38,7 +38,7 @@ class StandIn(LocalJob):
         if part.startswith("mpiexec"):
             rank = SLEEPER if part == "mpiexec_sleeps" else [sys.executable, "-S", "-c", SUICIDE]
             where = ["-hosts", "localhost", "-launcher", "fork", "-rmk", "user", "-print-all-exitcodes"]
-            command = [site.find_mpiexec(), *where, "-n", "3", *rank]
+            command = [machine.find_mpiexec(), *where, "-n", "3", *rank]
         return msgspec.structs.replace(super().plan(attempt), command=tuple(command))
 
 
@@ -76,6 +76,11 @@ def play(run: Path, attempt: int, part: str) -> None:
     elif part == "silent":
         print("Traceback ...\nValueError: seven")
         sys.exit(3)
+    elif part == "wrong_pmi":  # rank 1 ends inside MPI_Init, and rank 0 sees its node's processes go before it does
+        log = run / "attempts" / str(attempt) / "rank-1.log"
+        log.write_text("OMPI was not built with SLURM's PMI support and therefore cannot execute.\n")
+        report("bug", rank=0)
+        sys.exit(1)
     elif part == "saves":
         signal.signal(signal.SIGTERM, lambda *_: (report("preempted"), sys.exit(0)))
         time.sleep(100)

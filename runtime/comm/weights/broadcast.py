@@ -2,22 +2,28 @@
 
 A bucket of small tensors is one broadcast of uint8, their bytes one after the other, as SGLang's load format
 `flattened_bucket` wants it; of large ones each is a broadcast, as it wants them without a format; of a delta the size
-goes first. While a bucket is on the wire the next one is gathered, and checksums are computed.
+goes first. While a bucket is on the wire the next one is gathered, and checksums are computed. Engines receive into
+their parameters: those of a bucket that comes as one piece are moved into memory of its shape at the first push.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import TCPStore, Work
 
 from runtime.comm.buckets import buckets, is_flat, tensor_bytes
-from runtime.comm.rendezvous import Group, listen_store, make_group, reach_store
+from runtime.comm.rendezvous import Group, absent, listen_store, make_group, reach_store
 from runtime.comm.weights.delta import Kept
 from runtime.comm.weights.tensors import Digests, cut, flat_bytes, typed
 from runtime.types import GroupAddress, Manifest
+
+_ALIGNED: Final[int] = 64
+"""Bytes: where torch lays a tensor of its own on a CPU. Kernels may be slower, and round otherwise, at other places."""
 
 Names = Sequence[str]
 Shapes = Sequence[tuple[int, ...]]
@@ -48,6 +54,10 @@ class BroadcastSender:
         self._listening[name] = (address, store)
         return address
 
+    def missing(self, name: str) -> tuple[int, ...]:
+        """Ranks of the others that `join` would wait for; returns in a moment."""
+        return absent(*self._listening[name])
+
     def join(self, name: str) -> None:
         """Wait until the group is complete.
 
@@ -57,14 +67,17 @@ class BroadcastSender:
         address, store = self._listening[name]
         self._groups[name] = make_group(address, 0, store, self._timeout_s)
 
-    def push(self, name: str, manifest: Manifest, weights: Iterator[tuple[str, Tensor]]) -> dict[str, str]:
+    def push(
+        self, name: str, manifest: Manifest, weights: Iterator[tuple[str, Tensor]], *, digests: bool = True
+    ) -> dict[str, str]:
         """Send all weights to a group.
 
         Args:
             weights: (name, tensor), in the manifest's order, with its dtypes and shapes.
+            digests: compute them.
 
         Returns:
-            Name -> digest.
+            Name -> digest, of all or of none.
 
         Raises:
             PeerLost: a member left, or took too long over a bucket.
@@ -81,9 +94,11 @@ class BroadcastSender:
                     self._kept.keep(tensors)
                 parts = [flat_bytes(tensor).to(self._device) for _, tensor in tensors]
                 pieces = [self._buffers.fill(parts)] if is_flat(manifest, place) else parts
-            group.wait(*on_the_wire)
-            on_the_wire = [group.broadcast(piece) for piece in pieces]
-            made.add(tensors)
+            # Begun before the last bucket is known to be through: the wire is not idle between them.
+            last, on_the_wire = on_the_wire, [group.broadcast(piece) for piece in pieces]
+            if digests:
+                made.add(tensors)
+            group.wait(*last)
         group.wait(*on_the_wire)
         return made.result()
 
@@ -104,14 +119,12 @@ class _Buffers:
 
     def fill(self, parts: Sequence[Tensor]) -> Tensor:
         """[n] uint8: these, one after the other."""
-        sizes = [len(part) for part in parts]
+        size = sum(map(len, parts))
         buffer = self._turns.pop(0)
-        if len(buffer) < sum(sizes):
-            buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=buffer.device)
+        if len(buffer) < size:
+            buffer = torch.empty(size, dtype=torch.uint8, device=buffer.device)
         self._turns.append(buffer)
-        for into, part in zip(buffer[: sum(sizes)].split(sizes), parts, strict=True):
-            into.copy_(part)
-        return buffer[: sum(sizes)]
+        return torch.cat(list(parts), out=buffer[:size])
 
 
 class BroadcastReceiver:
@@ -150,16 +163,20 @@ class BroadcastReceiver:
 
         Args:
             flat: it comes as one piece; see buckets.is_flat.
-            held: contiguous tensors by name. Where it has all of a bucket that comes tensor by tensor, they are written
-                to as they arrive, without a copy, and are what is returned.
+            held: contiguous tensors by name. Where it has all of a bucket, they are written to as it arrives, without a
+                copy, and are what is returned. What comes as one piece is written to such as lie in line, or are
+                parameters: these are moved so that they do.
 
         Raises:
             PeerLost: the sender left, or took too long.
         """
         sizes = _sizes(dtypes, shapes)
-        if not flat and held is not None and _fit(held, names, dtypes, shapes):
-            self._fill(group, [flat_bytes(held[name]) for name in names])
-            return [(name, held[name]) for name in names]
+        if names and held is not None and _fit(held, names, dtypes, shapes):
+            mine = [held[name] for name in names]
+            whole = _in_line(mine, sizes) if flat else None
+            if not flat or whole is not None:
+                self._fill(group, [flat_bytes(tensor) for tensor in mine] if whole is None else [whole])
+                return list(zip(names, mine, strict=True))
         parts = self._take(group, [sum(sizes)])[0].split(sizes) if flat else self._take(group, sizes)
         every = zip(names, dtypes, shapes, parts, strict=True)
         return [(name, typed(part, dtype, shape)) for name, dtype, shape, part in every]
@@ -207,3 +224,28 @@ def _fit(held: Mapping[str, Tensor], names: Names, dtypes: Names, shapes: Shapes
         and tensor.is_contiguous()
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
     )
+
+
+def _in_line(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Tensor | None:
+    """[n] uint8: the memory of these, of so many bytes each, one after the other; None if it cannot be such."""
+    places = list(pairwise(accumulate(sizes, initial=0)))
+    num_bytes, memory = sum(sizes), tensors[0].untyped_storage()
+    first = tensors[0].storage_offset() * tensors[0].itemsize
+    if first + num_bytes <= memory.nbytes() and all(
+        _address(tensor) == memory.data_ptr() + first + start
+        for tensor, (start, _) in zip(tensors, places, strict=True)
+    ):
+        return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory, first, (num_bytes,), (1,))
+    if not all(
+        isinstance(tensor, nn.Parameter) and tensor.untyped_storage().nbytes() == size and start % _ALIGNED == 0
+        for tensor, size, (start, _) in zip(tensors, sizes, places, strict=True)
+    ):
+        return None  # some are parts of others, which must stay where they are, or would lie worse than they do
+    whole = torch.empty(num_bytes, dtype=torch.uint8, device=memory.device)
+    for tensor, (start, end) in zip(tensors, places, strict=True):
+        tensor.data = whole[start:end].view(tensor.dtype).view(tensor.shape)
+    return whole
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.itemsize

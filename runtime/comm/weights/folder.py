@@ -25,6 +25,7 @@ from runtime.comm.buckets import buckets
 from runtime.comm.weights.delta import Damaged, Kept
 from runtime.comm.weights.tensors import Digests, cut, flat_bytes
 from runtime.durable import sync_folder
+from runtime.errors import ConfigError
 from runtime.types import Manifest
 
 PART: Final[str] = ".part"
@@ -62,25 +63,35 @@ class FolderSender:
         """Folder -> file descriptors of what it links to."""
         self._begun = False
 
-    def push(self, name: str, manifest: Manifest, weights: Iterator[tuple[str, Tensor]]) -> dict[str, str]:
+    def push(
+        self, name: str, manifest: Manifest, weights: Iterator[tuple[str, Tensor]], *, digests: bool = True
+    ) -> dict[str, str]:
         """Write all weights; the folder of that name is there, whole, on return.
 
         Args:
             weights: (name, tensor), in the manifest's order, with its dtypes and shapes.
+            digests: compute them.
 
         Returns:
-            Name -> digest.
+            Name -> digest, of all or of none.
+
+        Raises:
+            ConfigError: the folder above cannot be made.
         """
         folder = Path(name)
         if not self._begun:  # what an earlier attempt left
             shutil.rmtree(folder.parent, ignore_errors=True)
             self._begun = True
-        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as e:
+            raise ConfigError("sync.folder", f"{folder.parent} cannot be made: {e}", "choose another folder") from e
         part = folder.with_name(folder.name + PART)
         part.mkdir(mode=0o700)
         made, count = Digests(), len(buckets(manifest))
         for i, tensors in enumerate(cut(manifest, weights), 1):
-            made.add(tensors)
+            if digests:
+                made.add(tensors)
             if self._kept is not None and manifest.kind == "delta":
                 self._write(name, part / DELTA.format(i, count), [self._kept.encode(tensors)])
             else:
@@ -105,12 +116,15 @@ class FolderSender:
             fd = os.memfd_create(path.name)
             self._memory.setdefault(version, []).append(fd)
             path.symlink_to(f"/proc/{os.getpid()}/fd/{fd}")
-        with path.open("wb") as file:
-            for piece in pieces:
-                file.write(piece.cpu().numpy().data)
-            if not self._in_memory:
-                file.flush()
-                os.fsync(file.fileno())
+        try:
+            with path.open("wb") as file:
+                for piece in pieces:
+                    file.write(piece.cpu().numpy().data)
+                if not self._in_memory:
+                    file.flush()
+                    os.fsync(file.fileno())
+        except OSError as e:
+            raise OSError(e.errno, e.strerror, str(path)) from e  # that of a write does not say where
 
 
 def read(folder: Path) -> Iterator[dict[str, Tensor]]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch._C._distributed_c10d import _resolve_process_group
 
-from runtime.comm.buckets import TakeDelta, buckets, tensor_bytes
+from runtime.comm.buckets import TAKEN, TakeDelta, buckets, tensor_bytes
 from runtime.comm.weights import delta, folder
 from runtime.comm.weights.tensors import typed
 from runtime.types import Manifest
@@ -104,7 +104,10 @@ def take(model: nn.Module, named: Sequence[tuple[str, Tensor]]) -> None:
     distributed.all_reduce(failed)
     if distributed.get_rank() == 0:
         elsewhere = "another process of the engine could not take the delta" if failed.item() else ""
-        Path(order.answer).write_text(problem or elsewhere)
+        try:
+            Path(order.answer).write_text(problem or elsewhere or TAKEN)
+        except OSError:  # the disk is full, say: no answer is an answer too
+            logger.exception("it could not be told whether a delta was taken")
 
 
 def _payloads(order: TakeDelta, device: torch.device) -> Iterator[Tensor]:

@@ -23,7 +23,7 @@ _PORTION_BYTES: Final[int] = 4 << 20
 
 def flat_bytes(tensor: Tensor) -> Tensor:
     """[n] uint8: the tensor's bytes, row-major; a view where it is contiguous."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def digest(tensor: Tensor) -> str:
@@ -97,6 +97,7 @@ def cut(manifest: Manifest, weights: Iterator[tuple[str, Tensor]]) -> Iterator[l
 
 
 def _check(tensors: Sequence[tuple[str, Tensor]], manifest: Manifest, place: slice) -> None:
-    found = [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors]
-    promised = list(zip(manifest.names[place], manifest.dtypes[place], manifest.shapes[place], strict=True))
+    found = [(name, t.dtype, t.shape) for name, t in tensors]
+    dtypes = [getattr(torch, dtype) for dtype in manifest.dtypes[place]]
+    promised = list(zip(manifest.names[place], dtypes, manifest.shapes[place], strict=True))
     assert found == promised, f"weights differ from the manifest: {found} instead of {promised}"

@@ -35,6 +35,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--slots", type=int, default=32, help="requests decoded at a time")
     parser.add_argument("--max-length", type=int, default=0, help="longest prompt and answer; 0: the model's")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), required=True, help="of the weights")
+    parser.add_argument("--float32-output", action="store_true", help="compute logits in float32")
     parser.add_argument("--deterministic", action="store_true", help="constant shapes")
     parser.add_argument("--frozen", action="store_true", help="the folder's weights, for good: none are pushed")
     return parser.parse_args()
@@ -70,8 +71,8 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     try:
         token = _token(args.token_file)
-        sizes = {"slots": args.slots, "max_length": args.max_length}
-        model = SlotModel(args.model, dtype=args.dtype, **sizes, frozen=args.frozen)
+        how = {"slots": args.slots, "max_length": args.max_length, "float32_output": args.float32_output}
+        model = SlotModel(args.model, dtype=args.dtype, frozen=args.frozen, **how)
         if args.deterministic:
             check_rows(model)
         decoder = Decoder(

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from runtime import output
 from runtime.errors import ConfigError
 from runtime.rollout.embedded.cache import ATTENTION, Decode, Layers, Prefill, SlotCache, attend
+from runtime.rollout.embedded.limits import lacks
 
 _LOG: Final = logging.getLogger(__name__)
 _CHUNK: Final[int] = 16
 """Columns of the cache are read in multiples of this: fewer would be read in vain, and rows would be less aligned."""
-_FIXED_ROPE: Final[tuple[str, ...]] = ("default", "linear", "yarn", "llama3")
-"""Rotary embeddings whose frequencies do not depend on the length of the batch."""
 
 Step = Callable[[Tensor, Tensor, Tensor, Layers, Layers], Tensor]
 """tokens [rows, 1], mask [rows, 1, 1, columns], positions [rows, 1], keys, values -> logits [rows, vocabulary]."""
@@ -34,15 +34,27 @@ class SlotModel:
     """The model, its cache, and the two forwards the decoder needs. Weights are random until they are pushed, or, where
     it is frozen, the folder's."""
 
-    def __init__(self, path: str, *, dtype: str, slots: int, max_length: int, frozen: bool = False) -> None:
+    def __init__(
+        self,
+        path: str,
+        *,
+        dtype: str,
+        slots: int,
+        max_length: int,
+        float32_output: bool = False,
+        frozen: bool = False,
+    ) -> None:
         config = AutoConfig.from_pretrained(path)
-        _check(config, path)
+        if what := lacks(config.to_dict()):
+            raise ConfigError(f"{path}/config.json", f"the embedded engine {what}", "use another engine")
         AttentionInterface.register(ATTENTION, attend)
         number = getattr(torch, dtype)
         how = {"dtype": number, "attn_implementation": ATTENTION}
         auto = AutoModelForCausalLM
         self.net = auto.from_pretrained(path, **how) if frozen else auto.from_config(config, **how)
         self.net.eval().requires_grad_(False)
+        if float32_output:
+            output.widen(self.net)
         self.slots, self.chunk = slots, _CHUNK
         self.max_length = min(max_length or config.max_position_embeddings, config.max_position_embeddings)
         self.vocab_size: int = config.vocab_size
@@ -139,19 +151,6 @@ class _Step(nn.Module):
             logits_to_keep=1,
         )
         return out.logits[:, -1]
-
-
-def _check(config: Any, path: str) -> None:
-    """Refuse what would be computed wrongly here: this cache knows plain causal attention only."""
-    where = f"{path}/config.json"
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"} or (getattr(config, "sliding_window", None) and not hasattr(config, "layer_types")):
-        raise ConfigError(where, "the embedded engine has no sliding or linear attention", "use another engine")
-    if getattr(config, "attn_logit_softcapping", None):
-        raise ConfigError(where, "the embedded engine has no attention softcapping", "use another engine")
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope not in _FIXED_ROPE:
-        raise ConfigError(where, f"rope type {rope!r} depends on the batch", f"one of {', '.join(_FIXED_ROPE)}")
 
 
 def _stop_ids(config: Any, path: str) -> frozenset[int]:

@@ -89,7 +89,7 @@ class Updates:
 
     async def _update(self, request: web.Request) -> web.Response:
         body = await body_of(request, bodies.Update)
-        await self._worker.call(self._weights.check_session)
+        self._weights.check_session()
         self._check_member(body.group_name)
         # Received before it is checked: the sender is broadcasting already, and would wait for us until its limit.
         group = body.group_name
@@ -148,17 +148,14 @@ class Updates:
         self._decoder.forget()
 
     async def _flushed(self, wanted: bool) -> web.Response:
-        """The answer to an update that went well."""
-        if wanted and not await self._worker.call(self._flush):
+        """The answer to an update that went well. It is where the session ends that the cache is emptied, once."""
+        if wanted and await self._worker.call(self._is_cache_held):
             return failure("Weights were updated, but the cache was not flushed: requests are running", 400)
         return done()
 
-    def _flush(self) -> bool:
+    def _is_cache_held(self) -> bool:
         """Retracted requests hold no cache: only those paused in place do."""
-        if self._decoder.paused == "in_place" and self._decoder.num_requests:
-            return False
-        self._decoder.forget()
-        return True
+        return self._decoder.paused == "in_place" and self._decoder.num_requests > 0
 
     async def _version(self, request: web.Request) -> web.Response:
         body = await body_of(request, bodies.Version)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
 
 from runtime.comm.weights import delta, folder, tensors
 from runtime.rollout.embedded.errors import Refused
@@ -18,8 +19,9 @@ from runtime.rollout.embedded.errors import Refused
 
 class Weights:
     def __init__(self, net: nn.Module) -> None:
-        self._tensors = dict(net.named_parameters(remove_duplicate=False))
-        """By Hugging Face name; a tied tensor under each of its names."""
+        self._net = net
+        self._tensors = _in_files(net)
+        """By the names of Hugging Face files; a tied tensor under each of its names."""
         self._received: set[str] = set()
         self._in_session = False
         self._released: list[tuple[Tensor, torch.Size]] = []
@@ -27,7 +29,7 @@ class Weights:
 
     @property
     def held(self) -> Mapping[str, Tensor]:
-        """By Hugging Face name. What comes in a session may be written to them."""
+        """By Hugging Face name. What comes in a session may be written to them, and parameters may be moved."""
         return self._tensors
 
     def begin(self) -> None:
@@ -114,16 +116,44 @@ class Weights:
         if self._in_session:
             raise Refused("a weight update session is open")
         if not self._released:
-            self._released = [(t, t.shape) for t in {id(t): t for t in self._tensors.values()}.values()]
+            self._tensors = {}
+            whole = {id(t): t for t in self._net.state_dict(keep_vars=True).values()}
+            self._released = [(t, t.shape) for t in whole.values()]
             self._lay([torch.Size([0])] * len(self._released))
 
     def resume(self) -> None:
         """Have memory again, for weights to come."""
         self._lay([shape for _, shape in self._released])
-        self._released = []
+        self._released, self._tensors = [], _in_files(self._net)
 
     def _lay(self, shapes: Sequence[torch.Size]) -> None:
         """New memory for all tensors. (A storage whose bytes were digested cannot be resized.)"""
         with torch.inference_mode(False):
             for (tensor, _), shape in zip(self._released, shapes, strict=True):
                 tensor.data = torch.empty(shape, dtype=tensor.dtype)
+
+
+def _in_files(net: nn.Module) -> dict[str, Tensor]:
+    """Parameters, and buffers that are saved, as Hugging Face files hold them: where transformers stacks the experts of
+    a layer, a view of each."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in net.state_dict(keep_vars=True).items():
+        told = revert_weight_conversion(net, {name: tensor.detach().to("meta")})  # pyright: ignore[reportArgumentType]
+        if [*told] == [name] and told[name].shape == tensor.shape:
+            found[name] = tensor
+        else:
+            found |= _views(net, name, tensor.data)
+    return found
+
+
+def _views(net: nn.Module, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Name in files -> the part of the tensor that it is: where its items lie is seen from numbers in their place."""
+    numbers = torch.arange(tensor.numel()).view(tensor.shape)
+    found: dict[str, Tensor] = {}
+    for key, part in revert_weight_conversion(net, {name: numbers}).items():  # pyright: ignore[reportArgumentType]
+        first = int(part.flatten()[0])
+        strides = [
+            int(part.select(dim, 1).flatten()[0]) - first if size > 1 else 1 for dim, size in enumerate(part.shape)
+        ]
+        found[key] = tensor.as_strided(part.shape, strides, tensor.storage_offset() + first)
+    return found

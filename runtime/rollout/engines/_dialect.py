@@ -8,30 +8,46 @@ What the dialect hides, found on the real server:
 - More new tokens than fit after the prompt are refused, not cut.
 - With requests paused in place, the token in flight is stamped with the new version, though old weights gave it.
 - An unknown weight name is ignored with "success", and its checksums are of fused tensors: only what it computes tells.
+
+A server that somebody else runs may be pushed to by another run, or by an attempt that lives on. So the version that
+weights are stamped with begins with a word that this client alone knows.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import secrets
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import aiohttp
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from runtime.comm.buckets import buckets, is_flat
-from runtime.errors import EngineLost
+from runtime.errors import EngineLost, Unauthorized
 from runtime.rollout.base import Description
 from runtime.types import Completion, GroupAddress, Manifest, SamplingParams
+
+T = TypeVar("T")
 
 _APPLIED: Final[str] = "Weights were updated, but"
 _FLAT: Final[str] = "flattened_bucket"
 _DELTA: Final[str] = "sluice_delta"
 """A load format of the embedded engine's own."""
+_UNPUSHED: Final[str] = "default"
+"""The version of weights that a server has from elsewhere."""
+_UNAUTHORIZED: Final = (401, 403)
+_BUSY: Final = (429, 503)
+_BUSY_S: Final[float] = 1.0
+"""Between tries at a server with too much to do, such as one with a bound on its queue."""
 _PROBE_S: Final[float] = 5.0
 _IDLE_S: Final[float] = 1.0
 """Longest that a connection is kept for another call."""
+_ANSWER_BYTES: Final = 1 << 29
+"""The most that is read of an answer: one of a million tokens has a tenth of it."""
 
 
 class _Span(msgspec.Struct, frozen=True):
@@ -40,12 +56,19 @@ class _Span(msgspec.Struct, frozen=True):
     end: int
 
 
+class _Finish(msgspec.Struct, frozen=True):
+    type: Literal["stop", "length", "abort"]
+
+
+_Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
+
+
 class _Meta(msgspec.Struct, frozen=True):
-    finish_reason: dict[str, Any]
-    output_token_logprobs: list[tuple[float, int, str | None]] = []
+    finish_reason: _Finish
+    output_token_logprobs: list[tuple[float, _Token, str | None]] = []
     input_token_logprobs: list[tuple[float | None, int, str | None]] = []
     """The first has no log-prob."""
-    weight_version: str = "default"
+    weight_version: str = _UNPUSHED
     weight_versions: list[_Span] | None = None
     """None: a server that does not tell spans."""
 
@@ -54,18 +77,29 @@ class _Generated(msgspec.Struct, frozen=True):
     meta_info: _Meta
 
 
-class _ServerInfo(msgspec.Struct, frozen=True):
+class Unanswered(EngineLost):
+    """A request failed in a server that is there to say so."""
+
+
+class ServerInfo(msgspec.Struct, frozen=True):
     enable_deterministic_inference: bool = False
     tp_size: int = 1
+    dp_size: int = 1
+    pp_size: int = 1
     context_length: int | None = None
     """None: what the model's config says."""
     checks_pushed_tensors: bool = False
     """Of the embedded server alone: others fuse tensors and give them other names."""
+    disaggregation_mode: str = "null"
+    """Or prefill, decode."""
+    disaggregation_bootstrap_port: int = 0
+    """Where decode engines ask a prefill engine for what it computed."""
+    speculative_algorithm: str | None = None
 
 
 class _ModelInfo(msgspec.Struct, frozen=True):
     model_path: str = ""
-    weight_version: str = "default"
+    weight_version: str = _UNPUSHED
 
 
 class _Rank(msgspec.Struct, frozen=True):
@@ -74,11 +108,6 @@ class _Rank(msgspec.Struct, frozen=True):
 
 class _Checked(msgspec.Struct, frozen=True):
     ranks: list[_Rank]
-
-
-def version_number(weight_version: str) -> int:
-    """Policy version behind the dialect's text; -1 where nothing of ours was pushed ("default")."""
-    return int(weight_version) if weight_version.isdecimal() else -1
 
 
 class DialectClient:
@@ -90,20 +119,21 @@ class DialectClient:
         self._session: aiohttp.ClientSession | None = None
         self._pause_mode = ""
         self._is_paused = False
-        self._context_length: int | None = None
+        self._server = ServerInfo()
+        self._mark = secrets.token_hex(4)
+        """Of this client's pushes."""
         self._prefixes = ""
         """Requests find the prefixes of earlier ones with this key: those of the same weights."""
 
     # ---- the Engine protocol
 
     async def describe(self) -> Description:
-        model = msgspec.json.decode(await self._call("GET", "/model_info"), type=_ModelInfo)
-        server = msgspec.json.decode(await self._call("GET", "/server_info"), type=_ServerInfo)
-        can = ["spans"]
-        can += ["seed"] if server.enable_deterministic_inference else []
+        model = self._read("GET", "/model_info", await self._call("GET", "/model_info"), _ModelInfo)
+        server = self._read("GET", "/server_info", await self._call("GET", "/server_info"), ServerInfo)
+        can = ["spans"] + (["seed"] if server.enable_deterministic_inference else [])
         can += ["digests"] if server.checks_pushed_tensors else []
-        version = version_number(model.weight_version)
-        self._context_length = server.context_length
+        version = self._version(model.weight_version)
+        self._server = server
         return Description(model=model.model_path, version=version, can=tuple(can), num_ranks=server.tp_size)
 
     async def generate(self, tokens: Sequence[int], params: SamplingParams, session: str = "") -> Completion:
@@ -132,12 +162,20 @@ class DialectClient:
 
     async def _generate(self, tokens: Sequence[int], sampling: dict[str, Any], **more: Any) -> bytes:
         body = {"input_ids": [int(t) for t in tokens], "sampling_params": sampling, "return_logprob": True, **more}
-        body["extra_key"] = self._prefixes
-        status, answer = await self._ask("POST", "/generate", body, self._timeout_s)
+        now = asyncio.get_running_loop().time
+        end = now() + self._timeout_s
+        while True:
+            body["extra_key"] = self._prefixes
+            status, answer = await self._ask("POST", "/generate", body, self._timeout_s)
+            if status not in _BUSY or now() > end:
+                break
+            await asyncio.sleep(_BUSY_S)
         if status == 400:  # too long a prompt, say: the engine is well, the request is not
-            raise ValueError(f"the engine refused {len(tokens)} tokens: {_text(answer)}")
+            limit = self._server.context_length or len(tokens) + 1
+            why = f"fewer than its max_length of {limit} tokens are allowed" if len(tokens) >= limit else _text(answer)
+            raise ValueError(f"the engine refused {len(tokens)} tokens: {why}")
         if status != 200:
-            raise self._error("POST", "/generate", f"status {status}: {_text(answer)}")
+            raise Unanswered(f"POST {self._url}/generate: status {status}: {_text(answer)}")
         return answer
 
     async def pause(self, mode: str) -> None:
@@ -149,6 +187,9 @@ class DialectClient:
         self._is_paused = False
 
     async def connect(self, address: GroupAddress, rank: int) -> None:
+        if self._server.dp_size > 1 or self._server.pp_size > 1:
+            others = "it has data- or pipeline-parallel ranks, which no weight group reaches"
+            raise self._error("GET", "/server_info", f"{others}: start it without, or write sync.channel: disk")
         body = {
             "master_address": address.host,
             "master_port": address.port,
@@ -163,20 +204,14 @@ class DialectClient:
         await self._call("POST", "/destroy_weights_update_group", {"group_name": group})
 
     async def receive(self, manifest: Manifest, version: int, source: str) -> None:
-        in_place = self._pause_mode == "in_place"
-        delta = {"base_version": str(manifest.base)} if manifest.kind == "delta" else {}
+        delta = {"base_version": self._stamp(manifest.base)} if manifest.kind == "delta" else {}
         if manifest.via == "folder":
-            body = {"model_path": source, "weight_version": str(version), "flush_cache": not in_place, **delta}
+            body = {"model_path": source, "weight_version": self._stamp(version), "flush_cache": self._flushes, **delta}
             await self._post("/update_weights_from_disk", body | {"load_format": _DELTA if delta else "safetensors"})
         else:
-            await self._receive_over_group(manifest, version, source, delta, flush=not in_place)
-        self._prefixes = str(version)
-
-    async def _receive_over_group(
-        self, manifest: Manifest, version: int, group: str, delta: dict[str, str], *, flush: bool
-    ) -> None:
-        async with self._updating(group, delta):
-            await self._receive_buckets(manifest, version, group, flush=flush)
+            async with self._updating(source, delta):
+                await self._receive_buckets(manifest, version, source)
+        self._prefixes = self._stamp(version)
 
     @contextlib.asynccontextmanager
     async def _updating(self, group: str, begin: dict[str, str]) -> AsyncIterator[None]:
@@ -196,16 +231,16 @@ class DialectClient:
         if sessions:
             await self._call("POST", "/end_weight_update", {})
 
-    async def _receive_buckets(self, manifest: Manifest, version: int, group: str, *, flush: bool) -> None:
+    async def _receive_buckets(self, manifest: Manifest, version: int, group: str) -> None:
         for part in buckets(manifest):
             body = {
                 "names": manifest.names[part],
                 "dtypes": manifest.dtypes[part],
                 "shapes": manifest.shapes[part],
                 "group_name": group,
-                "weight_version": str(version) if part.stop == len(manifest.names) else None,
+                "weight_version": self._stamp(version) if part.stop == len(manifest.names) else None,
                 "load_format": _DELTA if manifest.kind == "delta" else _FLAT if is_flat(manifest, part) else None,
-                "flush_cache": flush and part.stop == len(manifest.names),
+                "flush_cache": self._flushes and part.stop == len(manifest.names),
             }
             await self._post("/update_weights_from_distributed", body)
 
@@ -215,13 +250,13 @@ class DialectClient:
         body = {
             "serialized_named_tensors": handles,
             "load_format": _FLAT,
-            "weight_version": str(version) if is_last else None,
-            "flush_cache": is_last and self._pause_mode != "in_place",
+            "weight_version": self._stamp(version) if is_last else None,
+            "flush_cache": is_last and self._flushes,
         }
         await self._post("/update_weights_from_tensor", body)
         if is_last:
             await self._post("/end_weight_update", {}, missing_ok=True)
-            self._prefixes = str(version)
+            self._prefixes = self._stamp(version)
 
     async def sleep(self) -> None:
         await self._call("POST", "/release_memory_occupation", {})
@@ -232,7 +267,7 @@ class DialectClient:
 
     async def checksums(self) -> dict[str, str]:
         answer = await self._call("POST", "/weights_checker", {"action": "checksum"})
-        ranks = msgspec.json.decode(answer, type=_Checked).ranks
+        ranks = self._read("POST", "/weights_checker", answer, _Checked).ranks
         of = [f" of rank {i}" if len(ranks) > 1 else "" for i in range(len(ranks))]
         return {name + o: digest for o, rank in zip(of, ranks, strict=True) for name, digest in rank.checksums.items()}
 
@@ -241,6 +276,8 @@ class DialectClient:
         path = "/model_info" if self._is_paused else "/health"
         try:
             await self._call("GET", path, limit_s=_PROBE_S)
+        except Unauthorized:  # it is there; the next call says what it wants
+            return True
         except EngineLost:
             return False
         return True
@@ -256,27 +293,53 @@ class DialectClient:
 
     # ---- inside
 
+    def _stamp(self, version: int) -> str:
+        return f"{self._mark}-{version}"
+
+    def _version(self, stamp: str) -> int:
+        """Policy version behind a stamp; -1 where the weights were not pushed from here."""
+        mark, _, number = stamp.partition("-")
+        return int(number) if mark == self._mark else -1
+
+    @property
+    def _flushes(self) -> bool:
+        """Whether a push empties the cache of prefixes. It cannot while requests hold some of it: those paused in
+        place, or, in a decode engine, those that were aborted before all of their prompt's cache came."""
+        return self._pause_mode != "in_place" and self._server.disaggregation_mode == "null"
+
     def _room(self, wanted: int, num_tokens: int) -> int:
         """How many tokens to ask for: SGLang refuses more than fit. Where none fits, it shall refuse."""
-        room = wanted if self._context_length is None else self._context_length - num_tokens
+        room = (self._server.context_length or wanted + num_tokens) - num_tokens
         return min(wanted, room) if room > 0 else wanted
 
     def _meta(self, answer: bytes) -> _Meta:
-        try:
-            return msgspec.json.decode(answer, type=_Generated).meta_info
-        except msgspec.DecodeError as e:
-            raise EngineLost(f"POST {self._url}/generate: answered something else: {e}") from e
+        return self._read("POST", "/generate", answer, _Generated).meta_info
 
-    def _completion(self, answer: bytes) -> Completion:
-        meta = self._meta(answer)
+    def _read(self, method: str, path: str, answer: bytes, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode(answer, type=kind)
+        except (msgspec.DecodeError, RecursionError) as e:
+            problem = f"answered what no engine of this kind does ({e}): {_text(answer)}"
+            raise self._error(method, path, problem) from e
+
+    def _spans(self, meta: _Meta) -> list[_Span]:
         spans = meta.weight_versions
         if spans is None:
             spans = [_Span(meta.weight_version, 0, len(meta.output_token_logprobs))]
+        return [span for span in spans if span.end > span.start]
+
+    def _completion(self, answer: bytes) -> Completion:
+        meta = self._meta(answer)
+        spans = self._spans(meta)
+        for span in spans:
+            if self._prefixes and span.version != _UNPUSHED and self._version(span.version) < 0:
+                others = f"answered with weights that another run pushed to it, as version {span.version}"
+                raise self._error("POST", "/generate", f"{others}: give each run engines of its own")
         return Completion(
             tokens=np.array([token for _, token, _ in meta.output_token_logprobs], dtype=np.int32),
             logprobs=np.array([logprob for logprob, _, _ in meta.output_token_logprobs], dtype=np.float32),
-            versions=tuple((span.start, version_number(span.version)) for span in spans if span.end > span.start),
-            finish=meta.finish_reason["type"],
+            versions=tuple((span.start, self._version(span.version)) for span in spans),
+            finish=meta.finish_reason.type,
         )
 
     async def _post(
@@ -307,15 +370,31 @@ class DialectClient:
         try:
             url = self._url + path
             async with self._session.request(method, url, data=data, headers=headers, timeout=timeout) as response:
-                return response.status, await response.read()
+                status, answer = response.status, await _body(response)
         except TimeoutError:
             raise self._error(method, path, f"no answer within {limit_s:g} s") from None
         except aiohttp.ClientError as e:
             raise self._error(method, path, f"{type(e).__name__}: {e}") from e
+        if status in _UNAUTHORIZED:
+            what = f"status {status}: it wants another bearer token than it was given, see token_file"
+            raise Unauthorized(str(self._error(method, path, what)))
+        return status, answer
 
     def _error(self, method: str, path: str, reason: str) -> EngineLost:
         return EngineLost(f"{method} {self._url}{path}: {reason}")
 
 
+async def _body(response: aiohttp.ClientResponse) -> bytes:
+    body = bytearray()
+    async for part in response.content.iter_any():
+        body += part
+        if len(body) > _ANSWER_BYTES:
+            raise aiohttp.ClientPayloadError(f"its answer has more than {_ANSWER_BYTES:,} bytes")
+    return bytes(body)
+
+
 def _text(answer: bytes) -> str:
+    """What it says, if it is an error of the dialect; else its beginning."""
+    with contextlib.suppress(msgspec.DecodeError, ValueError, RecursionError, LookupError, TypeError):
+        answer = str(msgspec.json.decode(answer)["error"]["message"]).encode()
     return answer[:500].decode(errors="replace")

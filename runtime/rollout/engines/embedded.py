@@ -10,8 +10,9 @@ import msgspec
 from msgspec import Meta
 
 from runtime.rollout.base import Engine, Launch
+from runtime.rollout.embedded.limits import lacks
 from runtime.rollout.engines._dialect import DialectClient
-from runtime.rollout.process import SOCKET_FD
+from runtime.rollout.spawning import SOCKET_FD
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,11 +24,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     threads: Annotated[int, Meta(ge=0)] = 0
     """torch threads; 0: the engine's share of its node. Deterministic mode uses 1."""
 
+    def __post_init__(self) -> None:
+        if self.max_length == 1:
+            raise ValueError("max_length is 1, but a prompt and its answer have at least 2 tokens")
+
 
 class EmbeddedKind:
     runs_on_gpu = False
     spans_nodes = False
     takes_handles = False
+    splits = False
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -39,16 +45,24 @@ class EmbeddedKind:
         argv += ["--slots", str(config.slots), "--max-length", str(config.max_length)]
         threads = 1 if launch.deterministic else config.threads or max(1, launch.threads)
         argv += ["--dtype", launch.dtype, "--threads", str(threads)]
+        argv += ["--float32-output"] if launch.float32_output else []
         argv += ["--frozen"] if launch.is_frozen else []
         return [*argv, "--deterministic"] if launch.deterministic else argv
+
+    def lacks(self, model: Mapping[str, Any]) -> str:
+        return lacks(model)
 
     def takes_deltas(self, model: Mapping[str, Any]) -> bool:
         return True
 
-    def check(self, where: str) -> None:
+    def check(self, where: str) -> list[str]:
         """It runs on what the project itself needs."""
+        return []
 
     def check_sleep(self, where: str) -> None:
+        """It is on no GPU."""
+
+    def check_group(self, where: str) -> None:
         """It is on no GPU."""
 
     def client(self, *, url: str, token: str, timeout_s: float) -> Engine:

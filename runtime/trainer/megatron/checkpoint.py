@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from runtime.errors import ConfigError
+from runtime.trainer import seals
 from runtime.trainer.checkpoint import Writer
 from runtime.trainer.megatron import shards
 from runtime.trainer.megatron.optimizer import AdamW
@@ -75,8 +76,9 @@ def restore(folder: Path, optimizer: AdamW) -> None:
     unless all is there.
 
     Raises:
-        ConfigError: it is no such checkpoint, or one of another model.
+        ConfigError: it is no such checkpoint, or one of another model, or damaged.
     """
+    seals.check(folder, dist.get_rank(), dist.get_world_size())
     wholes = [
         {p: {key: torch.zeros(p.shape) for key in shards.KEYS} for p in shards.owned(part)} for part in optimizer.parts
     ]
@@ -88,7 +90,8 @@ def restore(folder: Path, optimizer: AdamW) -> None:
         problem = " ".join(str(e).split())[:500]
         raise ConfigError(str(folder), f"no checkpoint of this model: {problem}", "resume from another one") from e
     for number, (part, whole) in enumerate(zip(optimizer.parts, wholes, strict=True)):
-        shards.scatter(part, partial(optimizer.held, number), dict(zip(whole, found["optimizer"][number], strict=True)))
+        read = found["optimizer"][number] if whole else []
+        shards.scatter(part, partial(optimizer.held, number), dict(zip(whole, read, strict=True)))
     optimizer.count(found["updates"])
     optimizer.masters_to_model()
 
@@ -107,8 +110,9 @@ def _state(optimizer: AdamW, wholes: Sequence[shards.Whole]) -> dict[str, Any]:
             for parameter, tensors in whole.items()
         ]
         for number, whole in enumerate(wholes)
+        if whole  # what is empty would be said to differ between ranks
     }
-    return {"optimizer": lists, "updates": optimizer.updates}
+    return {"updates": optimizer.updates, **({"optimizer": lists} if lists else {})}
 
 
 def _like(model: ShardedTensor | ShardedTensorFactory, key: str, value: Tensor) -> ShardedTensor | ShardedTensorFactory:

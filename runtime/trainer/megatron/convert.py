@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -78,19 +78,21 @@ class Weights:
     def __init__(self, rows: Sequence[Row], chunks: Sequence[nn.Module], stages: Stages, num_experts: int) -> None:
         """
         Args:
-            chunks: of this pipeline stage; wrapped in DDP or not.
+            chunks: of this pipeline stage, not wrapped yet.
             num_experts: of a layer, over all ranks; 0: none.
         """
         self.rows, self.stages = rows, stages
         self.tp = groups.tensor()
         self.pp = groups.pipeline()
-        self.ep = groups.experts()
+        first_chunk: Any = chunks[0]
+        self.ep: dist.ProcessGroup = first_chunk.pg_collection.ep
         self.experts_each = max(1, num_experts // self.ep.size())
         self.held: dict[str, Tensor] = {}
         for number, chunk in enumerate(chunks):
             first = stages.first_layer(self.pp.rank(), number)
             for name, tensor in _tensors(chunk):
                 self.held[global_name(name, first, self.ep.rank() * self.experts_each)] = tensor
+        self.device = next(iter(self.held.values())).device
         unknown = self.held.keys() - {row.megatron for row in rows}
         assert not unknown, f"no table row for {sorted(unknown)}"
 
@@ -130,9 +132,9 @@ class Weights:
 
     def _gather(self, row: Row, items: Sequence[Listed]) -> list[Tensor]:
         stage = self.stages.stage_of(row)
-        piece, device = self.held.get(row.megatron), self._device()
+        piece = self.held.get(row.megatron)
         if piece is None:
-            whole = [torch.empty(item.shape, dtype=item.dtype, device=device) for item in items]
+            whole = [torch.empty(item.shape, dtype=item.dtype, device=self.device) for item in items]
         else:
             cut, num_ranks = self._cut(row, piece)
             parts = row.split(piece.detach(), num_ranks)
@@ -154,9 +156,6 @@ class Weights:
             return None, 1
         assert shape == row.held(num_ranks), f"{row.megatron} is {shape}; the table says {row.held(num_ranks)}"
         return row.cut, num_ranks
-
-    def _device(self) -> torch.device:
-        return next(iter(self.held.values())).device
 
 
 def _tensors(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -39,7 +39,6 @@ def export(
         names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
     given = iter(weights)
     with checkpoint.whole(folder, source) as beside:
-        beside.mkdir(parents=True)
         for name, items in zip(names, files, strict=True):
             state = {key: tensor.cpu().contiguous() for key, tensor in (next(given) for _ in items)}
             assert list(state) == [item.name for item in items]

@@ -1,4 +1,5 @@
-"""A reference or teacher of the `megatron` trainer: a second model, cut as the policy is and never changed.
+"""A reference or teacher of the `megatron` trainer: a second model, cut as the policy is, its experts aside, and never
+changed.
 
 Between uses its weights lie in the host's memory, so that they take none of a GPU's while the policy is trained.
 """
@@ -26,9 +27,16 @@ from runtime.types import MicroBatch
 class MegatronFrozen:
     """On the ranks of a policy."""
 
-    def __init__(self, path: Path, policy: MegatronTrainer) -> None:
+    def __init__(self, path: Path, policy: MegatronTrainer, *, expert: int = 0) -> None:
+        """
+        Args:
+            expert: ranks that share out its experts; 0: as many as the policy's.
+        """
         self._device, self._temperature = policy.device, policy.temperature
-        self._model = megatron_model.build(path, policy.model.parallel, policy.device, policy.dtype)
+        parallel = megatron_model.beside(path, policy.model.parallel, expert)
+        self._model = megatron_model.build(
+            path, parallel, policy.device, policy.dtype, float32_output=policy.float32_output
+        )
         self.rest()
 
     def score(self, share: Sequence[MicroBatch], want: frozenset[str]) -> list[Scores]:

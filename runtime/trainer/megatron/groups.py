@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from runtime import topology
@@ -53,6 +54,19 @@ def tensor_and_context() -> dist.ProcessGroup:
 
 def experts() -> dist.ProcessGroup:
     return _made(parallel_state.get_expert_model_parallel_group())
+
+
+def collection(expert: int) -> ProcessGroupCollection:
+    """The groups of a model; all ranks call it alike.
+
+    Args:
+        expert: ranks that share out its experts. Others than `start` was told are for models that are only run.
+    """
+    found = ProcessGroupCollection.use_mpu_process_groups()
+    if expert != experts().size():
+        # As Megatron's own: neighbours, and no tensor parallelism within an expert.
+        found.ep = found.tp_ep = _made(dist.new_subgroups(expert)[0])
+    return found
 
 
 def data() -> dist.ProcessGroup:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
@@ -27,7 +28,7 @@ with warnings.catch_warnings():
 from runtime import topology
 from runtime.config import Lora, Parallel
 from runtime.device import is_gpu
-from runtime.trainer.megatron import family, lora, spec, values
+from runtime.trainer.megatron import family, groups, lora, output, spec, values
 from runtime.trainer.megatron.convert import Listed, Weights, listing
 from runtime.trainer.megatron.stages import Stages
 from runtime.trainer.megatron.weight_files import WeightFiles
@@ -79,12 +80,14 @@ def build(
     dtype: torch.dtype,
     *,
     training: Training | None = None,
+    float32_output: bool = False,
 ) -> Model:
     """This rank's part of the model in a Hugging Face folder, with its weights; after `groups.start`.
 
     Args:
         dtype: of weights and of computing.
         training: None: it is only run.
+        float32_output: logits are computed in float32.
 
     Raises:
         ConfigError: the family, one of its features or the cut is not supported, or files and config do not agree.
@@ -101,11 +104,14 @@ def build(
     if training and training.recomputes:
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     config = transformer_config(fields, parallel, stages, device, dtype)
-    chunks = [_chunk(hf, config, rotary, parallel, number, device) for number in range(parallel.virtual_pipeline)]
+    collection = groups.collection(parallel.expert) if config.num_moe_experts else None
+    chunks = [_chunk(hf, config, rotary, collection, n, device) for n in range(parallel.virtual_pipeline)]
     rows = family.table(kind, hf)
     if has_values:
         values.give(chunks, config, device)
         rows = values.rows(rows, hf)
+    elif float32_output:
+        output.widen(chunks)
     weights = Weights(rows, chunks, stages, config.num_moe_experts or 0)
     with WeightFiles(folder) as files:
         listed = listing(rows, files)
@@ -129,6 +135,18 @@ def build(
     )
 
 
+def beside(folder: Path, parallel: Parallel, expert: int = 0) -> Parallel:
+    """How the model in a folder is cut that stands beside a policy cut so: alike, its experts aside. Who shares those
+    out changes neither which ranks see which sequences nor what they hold of all else.
+
+    Args:
+        expert: ranks that share out its experts, if it has some; 0: as many as the policy's.
+    """
+    hf = family.read_config(folder)
+    has_experts = "num_moe_experts" in family.find(hf).config(hf)
+    return msgspec.structs.replace(parallel, expert=(expert or parallel.expert) if has_experts else 1)
+
+
 def check(hf: PretrainedConfig, fields: dict[str, Any], parallel: Parallel) -> None:
     """
     Raises:
@@ -146,7 +164,7 @@ def transformer_config(
     fields: dict[str, Any], parallel: Parallel, stages: Stages, device: torch.device, dtype: torch.dtype
 ) -> TransformerConfig:
     """Megatron's config: a family's fields, the cut, and what this project always wants."""
-    fused = spec.has_fused_kernels(device)
+    fused = spec.has_fused_kernels(device, dtype)
     kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
     interleaved = parallel.virtual_pipeline > 1
     return kind(
@@ -207,20 +225,21 @@ def _chunk(
     hf: PretrainedConfig,
     config: TransformerConfig,
     rotary: dict[str, Any],
-    parallel: Parallel,
+    collection: Any,
     number: int,
     device: torch.device,
 ) -> nn.Module:
-    chunk = number if parallel.virtual_pipeline > 1 else None
+    tp, chunk = config.tensor_model_parallel_size, number if config.virtual_pipeline_model_parallel_size else None
     model = GPTModel(
         config,
         spec.layers(config, device, chunk),  # pyright: ignore[reportArgumentType]
-        vocab_size=-(-hf.vocab_size // parallel.tensor) * parallel.tensor,
+        vocab_size=-(-hf.vocab_size // tp) * tp,
         max_sequence_length=hf.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
         share_embeddings_and_output_weights=bool(hf.tie_word_embeddings),
         vp_stage=chunk,
+        pg_collection=collection,
         **rotary,
     )
     return model.to(device)
@@ -232,5 +251,6 @@ def _trained(config: TransformerConfig, chunk: nn.Module, number: int, shards_op
             # Sum its gradient over the ranks that hold this expert. Megatron 0.16 says so itself only with ep > 1, and
             # with ep 1 and tp > 1 would leave out the tokens of the other tensor-parallel ranks.
             parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]
+    spec.mark_whole(chunk)
     options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=shards_optimizer)
     return DistributedDataParallel(config, options, chunk, disable_bucketing=number > 0)

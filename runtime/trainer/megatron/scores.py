@@ -92,14 +92,6 @@ def _log_softmax(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
     return logits - copy_to_tensor_model_parallel_region(total, group=group)[:, None]
 
 
-def whole_logits(logits: Tensor, packed: Packed) -> Tensor:
-    """[1, L, V / tp] of this rank -> [T, V] of the whole micro-batch: row t is that of tokens[t]'s prefix, 0 at starts.
-    For tests: nothing else needs them in one place."""
-    parts = _all_gather(logits[0], groups.tensor())
-    rows = _all_gather(torch.cat(parts, -1), groups.context())
-    return torch.cat(rows)[packed.source].masked_fill(packed.is_start[:, None], 0.0)
-
-
 def _whole(values: Tensor, packed: Packed) -> Tensor:
     """[L] of this rank's rows -> [T] of the micro-batch's tokens.
 
@@ -108,12 +100,6 @@ def _whole(values: Tensor, packed: Packed) -> Tensor:
     group = groups.context()
     rows = gather_from_sequence_parallel_region(values.contiguous(), tensor_parallel_output_grad=False, group=group)
     return rows[packed.source].masked_fill(packed.is_start, 0.0)
-
-
-def _all_gather(part: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    parts = [torch.empty_like(part) for _ in range(group.size())]
-    dist.all_gather(parts, part.contiguous(), group=group)
-    return parts
 
 
 class _Entropy(torch.autograd.Function):

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from runtime.comm.codec import decode, encode
 from runtime.comm.framing import pieces, split, stream_bytes
-from runtime.comm.messages import decode, encode
 from runtime.trainer.megatron import groups
 
 PIECE_BYTES: Final = 1 << 30

@@ -57,10 +57,14 @@ class MegatronTrainer:
             has_values=role == "critic",
             lora=options.lora if role == "policy" else None,
         )
-        self.model = megatron_model.build(path, options.parallel, device, self.dtype, training=training)
+        parallel = options.parallel if role == "policy" else megatron_model.beside(path, options.parallel)
+        self.float32_output = options.widens_output
+        self.model = megatron_model.build(
+            path, parallel, device, self.dtype, training=training, float32_output=self.float32_output
+        )
         self.optimizer = AdamW(self.model, options.optimizer, self.dtype)
         self.memory = Memory(self.model, self.optimizer)
-        self.writer = Writer()
+        self.writer = Writer(device)
         self.listed = [_sent(item, self.dtype) for item in self.model.listed]
 
     def hand_on(self, share: Share | None) -> Share:

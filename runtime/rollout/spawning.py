@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from runtime.errors import EngineLost, WaitTimeout
@@ -34,6 +35,11 @@ _SCRUBBED: Final[tuple[str, ...]] = ("PMI", "OMPI", "MPI", "SLURM", "HYDRA")
 """Prefixes; PMI covers PMIX."""
 
 
+_MAX_FOLDER: Final[int] = 64
+"""Length of the path of an engine's folder for temporary files: that of a socket has 107 bytes at most, and in there
+Python's multiprocessing needs 32 of them for one, torch 34."""
+
+
 class Started(NamedTuple):
     pid: int
     port: int
@@ -49,6 +55,17 @@ class Exited(NamedTuple):
 def scrub(env: Mapping[str, str]) -> dict[str, str]:
     """An engine's environment: no MPI, no Slurm, no proxies (engines are spoken to on the fabric, directly)."""
     return {k: v for k, v in env.items() if not k.startswith(_SCRUBBED) and not k.lower().endswith("_proxy")}
+
+
+def own_folder(env: Mapping[str, str], mark: str) -> tuple[str, dict[str, str]]:
+    """A folder for an engine's temporary files where those of `env` are, and `env` with it; empty, as it is, where that
+    cannot be or its path would be too long. What torch compiles is kept beside it, for the next engine."""
+    folder = Path(env.get("TMPDIR") or "/tmp", f"{spawner.FOLDERS}{mark[:8]}")
+    if not os.access(folder.parent, os.W_OK) or len(bytes(folder)) > _MAX_FOLDER:
+        return "", dict(env)
+    compiled = env.get("TORCHINDUCTOR_CACHE_DIR") or str(folder.with_name(f"torchinductor_{os.getuid()}"))
+    # Not first: torch sets it again, and then setproctitle would no longer find where SGLang's names go.
+    return str(folder), {**env, "TORCHINDUCTOR_CACHE_DIR": compiled, "TMPDIR": str(folder)}
 
 
 class Spawner:
@@ -72,6 +89,7 @@ class Spawner:
         theirs.close()
         self.exits: asyncio.Queue[Exited] = asyncio.Queue()
         self._marks: dict[str, str] = {}
+        self._folders: dict[str, str] = {}
         self._pids: dict[str, int] = {}
         self._ends: dict[str, asyncio.Event] = {}
         self._answers: dict[str, asyncio.Future[dict[str, Any]]] = {}
@@ -94,22 +112,24 @@ class Spawner:
         Raises:
             EngineLost: it could not be started, or the spawner is gone.
         """
-        assert name not in self._marks, f"engine {name} is running"
+        assert name not in self._marks, f"{name} is running"
         mark = secrets.token_hex(16)
         answer = self._answers[name] = asyncio.get_running_loop().create_future()
         self._marks[name], self._ends[name] = mark, asyncio.Event()
-        request = {"argv": list(argv), "env": scrub(env), "log": log, "host": host, "mark": mark}
+        self._folders[name], own = own_folder(scrub(env), mark)
+        request = {"argv": list(argv), "env": own, "log": log, "host": host, "mark": mark}
+        request["folder"] = self._folders[name]
         try:
             await self._ask({"do": "start", "name": name, **request})
             event = await asyncio.wait_for(answer, START_S)
         except TimeoutError:
             self._process.kill()  # it hangs: its end ends all its engines, and is told to every waiter
-            raise EngineLost(f"engine {name}: the spawner did not start it within {START_S:.0f} s") from None
+            raise EngineLost(f"{name}: the spawner did not start it within {START_S:.0f} s") from None
         finally:
             self._answers.pop(name, None)
         if event["event"] != "started":
-            del self._marks[name], self._ends[name]
-            raise EngineLost(f"engine {name}: cannot start {argv[0]}: {event['reason']}")
+            del self._marks[name], self._ends[name], self._folders[name]
+            raise EngineLost(f"{name}: cannot start {argv[0]}: {event['reason']}")
         self._pids[name] = event["pid"]
         return Started(event["pid"], event["port"], event["peer_port"])
 
@@ -121,7 +141,7 @@ class Spawner:
         try:
             await asyncio.wait_for(end.wait(), grace_s + START_S)
         except TimeoutError:
-            raise WaitTimeout(f"engine {name} did not end {START_S:.0f} s after it was killed") from None
+            raise WaitTimeout(f"{name} did not end {START_S:.0f} s after it was killed") from None
 
     def close(self) -> None:
         """End all engines, then the spawner; blocks for its grace at most."""
@@ -143,7 +163,7 @@ class Spawner:
     async def _ask(self, request: dict[str, Any]) -> None:
         writer = await self._attach()
         if self._reading is None or self._reading.done():
-            raise EngineLost(f"engine {request['name']}: the spawner of this agent is gone")
+            raise EngineLost(f"{request['name']}: the spawner of this agent is gone")
         writer.write(json.dumps(request).encode() + b"\n")
         with contextlib.suppress(ConnectionError):  # its end is read, and told, in _read
             await writer.drain()
@@ -173,7 +193,7 @@ class Spawner:
                 self._ended(name, -9)
 
     def _ended(self, name: str, code: int) -> None:
-        del self._marks[name]
+        del self._marks[name], self._folders[name]
         self._pids.pop(name, None)
         self._ends.pop(name).set()
         self.exits.put_nowait(Exited(name, code))
@@ -181,3 +201,4 @@ class Spawner:
     def _kill_engines(self) -> None:
         for name, pid in list(self._pids.items()):
             spawner.kill_tree(pid, self._marks[name])
+            spawner.remove(self._folders[name])

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 from launcher.plan import Machine
-from runtime.config import SiteConfig
 from runtime.errors import ConfigError
+from runtime.site import SiteConfig
 
 
-def machine(site: SiteConfig) -> Machine:
+def here(site: SiteConfig) -> Machine:
     """What a plan needs to know of where it is made: of this machine, or only of the environment on a cluster."""
     if site.scheduler == "slurm":
         return Machine(python=sys.executable)
