@@ -50,7 +50,9 @@ NAMES: Final[str] = "left-in-shared-memory"
 YOUNG_S: Final[float] = 60.0
 """Age up to which a folder may be one that is just being made."""
 LOOK_S: Final[float] = 1.0
-"""Age of an engine when it is looked at first; then at twice that age, and so on, as such files come early."""
+"""Age of an engine when it is looked at first, and the least time to the next look."""
+LOOK_SHARE: Final[float] = 0.25
+"""The next look comes after this share of its age, as such files come early."""
 LOOK_MOST_S: Final[float] = 30.0
 """Between two looks: all processes of a node are gone through, some 30 us each."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -235,7 +237,7 @@ class _Server:
                 kill_tree(child.process.pid, child.mark)
             if time.monotonic() >= child.look_at:
                 child.look(tree(child.process.pid, child.mark))
-                child.look_at += min(child.look_at - child.begun, LOOK_MOST_S)
+                child.look_at += min(max(LOOK_S, LOOK_SHARE * (child.look_at - child.begun)), LOOK_MOST_S)
         return there
 
     def _read(self) -> bool:
@@ -321,6 +323,7 @@ class _Server:
             for held in child.held:
                 held.close()
             child.process.returncode = os.waitstatus_to_exitcode(status)
+            child.look(tree(child.process.pid, child.mark))  # of its ranks, which may outlive it
             kill_tree(child.process.pid, child.mark)
             child.clear()
             self._say({"event": "exited", "name": child.name, "code": child.process.returncode})

@@ -180,6 +180,23 @@ def test_what_sglang_leaves_goes_with_its_tree(tmp_path, temporary, how):
             path.unlink(missing_ok=True)
 
 
+def test_what_a_rank_holds_that_outlives_its_engine_goes_though_nobody_had_looked_yet(tmp_path):
+    held = Path(f"/dev/shm/sgl_shm_{os.getpid()}rank")
+    code = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {HOLDER!r}, sys.argv[1]])"
+
+    async def scenario(spawner):
+        argv, log = [sys.executable, "-c", code, str(held)], str(tmp_path / "log")
+        started = await spawner.start("e0", argv, os.environ, log, "127.0.0.1")
+        await words_in(log)
+        os.kill(started.pid, signal.SIGKILL)
+        assert (await spawner.exits.get()).code == -signal.SIGKILL and not held.exists()
+
+    try:
+        run(scenario)
+    finally:
+        held.unlink(missing_ok=True)
+
+
 def test_temporary_files_stay_where_they_were_if_sockets_would_not_fit_into_a_folder_of_their_own(temporary):
     mark, long = "0123456789abcdef", temporary / ("x" * 40)
     long.mkdir()
