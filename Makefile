@@ -40,6 +40,7 @@ quickstart: $(STAMP)  ## train a tiny model on arithmetic, on this machine, in u
 	$(BIN)/python -m launcher submit configs/quickstart.yaml $(SUBMIT_FLAGS)
 
 test: $(STAMP) $(SGLANG_STAMP)  ## all tests (about 20 minutes on 2 cores), on a real Slurm too where it can be set up
+	$(BIN)/python -m runtime.quickstart --out models/quickstart  # in the time of no test
 	OMP_NUM_THREADS=1 $(PYTEST) -n 2 --no-loadscope-reorder tests
 
 check: $(STAMP)  ## formatter, linter, types, structure and unit tests (2 minutes)

@@ -16,8 +16,10 @@ from typing import Final
 
 import msgspec
 
-from launcher import allocation, check, files, machine, plan, processes, progress, runs, script, show, supervisor
+from launcher import machine, plan, processes, progress, runs, script, show, supervisor
 from launcher import submit as submission
+from launcher.checks import allocation, files
+from launcher.checks.run import check_run
 from launcher.refusals import Refused
 from launcher.states import States, report_of
 from runtime.config import RunConfig
@@ -212,7 +214,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Loaded, LoadedSite]:
             site = _site_of(loaded, args.site_overrides)
     told.tell()
     assert loaded and site
-    for warning in check.everything(loaded, site.config):
+    for warning in check_run(loaded, site.config):
         print(f"warning: {warning}", file=sys.stderr)
     return loaded, site
 

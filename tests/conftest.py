@@ -36,13 +36,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def quickstart() -> Path:
-    """The quickstart's model and data; made on first use, in under a minute."""
+    """The quickstart's model and data; made on first use, which `make test` does before the tests."""
     folder = ROOT / "models/quickstart"
     folder.parent.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "runtime.quickstart", "--out", str(folder)]
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the other process may be making it
-        subprocess.run(command, cwd=ROOT, check=True, timeout=280)
+        subprocess.run(command, cwd=ROOT, check=True, timeout=560)
     return folder
 
 

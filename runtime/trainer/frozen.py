@@ -27,7 +27,7 @@ class FsdpFrozen:
     """Sharded over the ranks that a policy is sharded over."""
 
     def __init__(self, path: Path, policy: FsdpTrainer, *, expert: int = 0) -> None:
-        assert not expert, "launcher.layout refuses what is for megatron"
+        assert not expert, "launcher.checks.layout refuses what is for megatron"
         self._device, self._dtype, self._temperature = policy.device, policy.dtype, policy.temperature
         self._model = model.load(path, policy.device, policy.dtype)
         self._model.requires_grad_(False)

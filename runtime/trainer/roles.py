@@ -108,7 +108,7 @@ class Roles:
         teacher: Heads | None = None,
     ) -> dict[str, float]:
         if "divergence" in want:
-            (compared,) = self.teachers  # launcher.models saw to it
+            (compared,) = self.teachers  # launcher.checks.models saw to it
             teacher = compared.heads(share)
         metrics = self.policy.update(share, losses, totals, denominator, want, teacher)
         if "divergence" in want:

@@ -137,7 +137,6 @@ def model(size):
     return weights
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("size", AT_LEAST)
 def test_a_push_is_nearly_as_fast_as_a_plain_broadcast(bench, size):
     bench.hold(model(size))
@@ -166,7 +165,6 @@ def change(weights, share, rng):
         items[rng.random(len(items), np.float32) < share] ^= 1
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("share", [0.01, 0.03, 0.2])
 def test_deltas_are_smaller_than_full_pushes(bench, share):
     bench.hold(model(400 * MB))
@@ -213,7 +211,6 @@ def through_folder(sender, manifest, weights, holds, folder):
     return seconds, size
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("share", [0.01, 0.03, 0.2])
 def test_deltas_through_a_folder_are_smaller_than_full_versions(tmp_path, share):
     torch.set_num_threads(1)

@@ -16,7 +16,7 @@ from tests.cluster import testbed
 
 LEFT_OUT: pytest.StashKey[str] = pytest.StashKey()
 LOCK = Path("/run/sluice-testbed.lock")
-LOCK_LIMIT_S = 240.0
+LOCK_LIMIT_S = 480.0
 
 
 @pytest.fixture(scope="session")

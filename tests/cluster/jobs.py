@@ -17,7 +17,7 @@ from tests.tools import kill
 
 ROOT = Path(__file__).parents[2]
 TINY = Path(__file__).with_name("tiny.yaml")
-LIMIT_S = 180.0
+LIMIT_S = 360.0
 
 
 def output(*command: str) -> str:

@@ -59,7 +59,6 @@ def tidy() -> Iterator[None]:
     jobs.wait_for("all jobs to end", lambda: not jobs.output("squeue", "-h"))
 
 
-@pytest.mark.timeout(400)
 def test_one_run_is_preempted_requeued_and_loses_a_rank(cluster: Cluster, quickstart: Path, tidy: None) -> None:
     """Each time it saves what it can and goes on by itself; at its end nothing is lost or doubled."""
     run = jobs.submit(cluster.shared, *MORE, site=("partition=spot",))
@@ -87,7 +86,6 @@ def test_one_run_is_preempted_requeued_and_loses_a_rank(cluster: Cluster, quicks
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("heartbeat_s", [10, 60])
 def test_a_spare_node_takes_the_place_of_one_that_crashes(
     cluster: Cluster, quickstart: Path, tidy: None, heartbeat_s: int
@@ -113,7 +111,6 @@ def test_a_spare_node_takes_the_place_of_one_that_crashes(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 def test_without_a_spare_a_crashed_node_is_replaced_through_the_queue(
     cluster: Cluster, quickstart: Path, tidy: None
 ) -> None:

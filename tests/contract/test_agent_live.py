@@ -130,7 +130,6 @@ def samples_of(groups):
 
 
 @pytest.mark.parametrize("name", ["deterministic", pytest.param("sglang", marks=pytest.mark.long)])
-@pytest.mark.timeout(500)
 def test_a_killed_engine_changes_no_answer(folder, model, name):
     """The groups of an engine that is killed and replaced are those that its successor makes undisturbed."""
     promises = kinds_of_engine()[name]
@@ -194,7 +193,6 @@ asyncio.run(main(sys.argv[1]))
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_of_an_agent_that_is_killed_no_sglang_process_is_left(folder, model):
     agent = subprocess.Popen([sys.executable, "-c", AGENT, str(folder)], stdout=subprocess.PIPE, text=True)
     try:

@@ -31,8 +31,6 @@ PADDED = 64
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
 YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0}
 
-pytestmark = pytest.mark.timeout(500)
-
 
 def make_mixture(folder):
     """As live.make_model, with experts, and with the output layer's own weights, which SGLang asks of such a model."""

@@ -26,7 +26,7 @@ PREFILL, DECODE = 0, 1
 KINDS: dict[int, Kind] = {PREFILL: "prefill", DECODE: "decode"}
 CHANNELS = ("broadcast", "delta", "disk", "ipc")
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.long
 
 
 class SplitRig(Rig):

@@ -103,7 +103,6 @@ class WideRig(Rig):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 def test_an_engine_on_two_nodes_takes_weights_and_is_lost_and_back_as_a_whole(tmp_path):
     rig = WideRig(tmp_path, make_model(tmp_path))
     try:

@@ -13,7 +13,7 @@ from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
 DOCUMENTS: Final = ("README.md", *sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "docs").glob("*.md")))
-COMMAND_LIMIT_S: Final = 120.0
+COMMAND_LIMIT_S: Final = 240.0
 
 SHORTER: Final = {
     "configs/quickstart.yaml": (

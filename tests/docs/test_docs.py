@@ -13,7 +13,8 @@ import msgspec
 import pytest
 import yaml
 
-from launcher import check, files
+from launcher.checks import files
+from launcher.checks.run import check_run
 from launcher.commands import RESUMABLE
 from runtime import plugins
 from runtime.comm import commands, messages
@@ -110,7 +111,7 @@ def test_configs_are_accepted(block: Block, shell: Shell) -> None:
     loaded = read_run(path)
     site = load_site(loaded.config.site)
     expected = ("different prompts", *(("is built for CPUs only", "runs_dir is in /tmp") if site.gpus_per_node else ()))
-    warnings = check.everything(loaded, site)
+    warnings = check_run(loaded, site)
     assert all(any(words in warning for words in expected) for warning in warnings), warnings
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.megatron.fused import FEW
 from tests.megatron.test_layouts import ALWAYS, check, launch, prepared
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
+pytestmark = pytest.mark.long
 
 CASES = [(n, f"{layout} {name}") for n, layouts in FEW.items() for layout, names in layouts.items() for name in names]
 

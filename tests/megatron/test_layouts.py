@@ -17,8 +17,6 @@ import pytest
 from tests.megatron import beside, models
 from tests.megatron.layouts import LAYOUTS
 
-pytestmark = pytest.mark.timeout(600)
-
 ROOT = Path(__file__).parents[2]
 TIME_LIMIT_S = 400
 LIMITS = {

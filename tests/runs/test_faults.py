@@ -126,7 +126,6 @@ def test_a_run_whose_every_sample_fails_ends_and_says_why(runs_dir):
     assert "80 groups in a row were dropped" in report["message"] and "refused 13 tokens" in report["message"], report
 
 
-@pytest.mark.timeout(400)
 def test_a_rank_is_killed_the_next_attempt_is_told_to_stop_and_a_resume_finishes_the_run(runs_dir):
     run = kill.start(CONFIG, runs_dir, ["staleness.max_versions=2", "num_steps=8"])
     kill.wait_phase(run, kill.Moment(phase="rollout", step=3))

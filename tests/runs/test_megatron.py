@@ -31,7 +31,6 @@ def two_ranks(runs_dir) -> Path:
     return run
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", ["one_rank", "two_ranks"])
 def test_every_sample_is_accounted_for_and_engine_and_trainer_agree(request, name):
     run = request.getfixturevalue(name)

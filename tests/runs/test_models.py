@@ -90,7 +90,6 @@ def is_whole_again(run: Path) -> bool:
     return sorted(ready) == sorted([*range(4), EXTERNAL_POLICY, JUDGE]) and pushed == [[POLICY, EXTERNAL_POLICY]]
 
 
-@pytest.mark.timeout(400)
 def test_judges_are_asked_and_engines_of_others_used_whoever_is_killed(runs_dir, quickstart, elsewhere):
     token, policy, teacher = elsewhere
     options = "template: '{prompt}', pattern: ';(\\d+)', max_new_tokens: 16"

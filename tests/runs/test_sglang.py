@@ -24,7 +24,6 @@ def done(runs_dir: Path, overrides: Sequence[str] = ()) -> Path:
     return run
 
 
-@pytest.mark.timeout(600)
 def test_a_run_with_sglang_loses_nothing_and_agrees_with_the_trainer(runs_dir):
     run = done(runs_dir)
     worst = max(line["mismatch"] for line in kill.metrics(run))

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher import check, cli, machine, runs
+from launcher import cli, machine, runs
+from launcher.checks.run import check_run
 from runtime.errors import ConfigError
 from runtime.load import read_run
 from runtime.rollout.engines import embedded
@@ -246,15 +247,13 @@ def test_a_mask_of_gpus_is_kept(monkeypatch):
 
 def test_deterministic_needs_the_embedded_engine(here, monkeypatch):
     loaded = read_run("run.yaml", ["deterministic=true"])
-    check.everything(loaded, SiteConfig(name="local"))
+    check_run(loaded, SiteConfig(name="local"))
     (here / "other_engine.py").write_text("from runtime.rollout.engines.embedded import Config, build\n")
     monkeypatch.syspath_prepend(here)
     (here / "outside").mkdir()
     (here / "other_engine.py").rename(here / "outside" / "engine.py")
     with pytest.raises(ConfigError, match=r"'outside\.engine' does not repeat"):
-        check.everything(
-            read_run("run.yaml", ["deterministic=true", "rollout.engine=outside.engine"]), SiteConfig(name="x")
-        )
+        check_run(read_run("run.yaml", ["deterministic=true", "rollout.engine=outside.engine"]), SiteConfig(name="x"))
 
 
 def test_warnings_do_not_stop_a_run(here, capsys):

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher import cli, folders, runs
+from launcher import cli, runs
+from launcher.checks import folders
 from runtime.errors import ConfigError
 from tests.unit.inputs import safetensors
 from tests.unit.test_checks import refused

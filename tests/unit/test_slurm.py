@@ -6,7 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from launcher import allocation, cli, plan, runs, script, slurm, srun, submit, supervisor
+from launcher import cli, plan, runs, script, slurm, srun, submit, supervisor
+from launcher.checks import allocation
 from launcher.plan import Machine
 from runtime import topology
 from runtime.errors import ConfigError

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher import check, cli
+from launcher import cli
+from launcher.checks.run import check_run
 from runtime.load import read_run
 from runtime.site import SiteConfig
 from tests.unit.inputs import safetensors
@@ -79,6 +80,6 @@ def test_models_that_know_fewer_tokens_than_the_policy(here, capsys, role, algor
 def test_each_data_set_has_its_teacher(here):
     loaded = read_run("run.yaml", [*TEACHERS, "data.0.teacher=code"])
     assert loaded.config.models.teachers["code"].path == str(here / "model"), "paths are made absolute"
-    assert check.everything(loaded, SiteConfig(name="x")) == []
-    (warning,) = check.everything(read_run("run.yaml", ["data.0.teacher=code"]), SiteConfig(name="x"))
+    assert check_run(loaded, SiteConfig(name="x")) == []
+    (warning,) = check_run(read_run("run.yaml", ["data.0.teacher=code"]), SiteConfig(name="x"))
     assert "data.0.teacher is 'code', but grpo with its options learns from none" in warning

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, get_args
 from urllib.parse import urlsplit
 
-from launcher import folders
+from launcher.checks import folders
 from runtime import plugins
 from runtime.config import Asked, Engines
 from runtime.errors import ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from launcher import folders
+from launcher.checks import folders
 from runtime.config import Model
 from runtime.errors import ConfigError
 from runtime.load import Key, Loaded, near_match

@@ -26,7 +26,8 @@ from typing import Any, Final
 
 import msgspec
 
-from launcher import allocation, channels, engines, files, folders, layout, machine, models, plan, script, slurm, widths
+from launcher import machine, plan, script, slurm
+from launcher.checks import allocation, channels, engines, files, folders, layout, models, widths
 from runtime import device, plugins, topology
 from runtime.config import Cluster, DataSet, RunConfig, Sampling
 from runtime.errors import Collector, ConfigError
@@ -53,7 +54,7 @@ class Parts(msgspec.Struct):
     """Place of a data set -> content hashes."""
 
 
-def everything(loaded: Loaded, site: SiteConfig) -> list[str]:
+def check_run(loaded: Loaded, site: SiteConfig) -> list[str]:
     """Check a run on a site.
 
     Returns:

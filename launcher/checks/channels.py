@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from launcher import files
+from launcher.checks import files
 from runtime import plugins, topology
 from runtime.errors import ConfigError
 from runtime.load import Loaded

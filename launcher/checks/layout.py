@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from launcher import models
+from launcher.checks import models
 from runtime import plugins, topology
 from runtime.config import Model, Parallel, Teacher
 from runtime.errors import ConfigError

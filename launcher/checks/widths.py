@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from launcher import engines, folders
+from launcher.checks import engines, folders
 from runtime import topology
 from runtime.errors import ConfigError
 from runtime.load import Loaded

@@ -1,0 +1,1 @@
+"""What can be found wrong with a run before it costs anything; `run` holds all of it together."""
