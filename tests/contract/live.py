@@ -258,7 +258,7 @@ def refusing(port: int) -> Iterator[None]:
     connect = DialectClient.connect
 
     async def of_others(self, address, rank):
-        if self._url.endswith(f":{port}"):
+        if self._wire.url.endswith(f":{port}"):
             raise EngineLost("it refuses")
         await connect(self, address, rank)
 

@@ -10,7 +10,7 @@ from aiohttp import web
 from runtime.comm.messages import Commit, Connect, EngineDown, EngineReady, Receive, Restart, Work
 from runtime.errors import EngineLost, Unauthorized
 from runtime.rollout import external
-from runtime.rollout.engines import _dialect
+from runtime.rollout.engines import _dialect, _wire
 from runtime.rollout.engines._dialect import DialectClient
 from runtime.types import Manifest, SamplingParams
 from tests.unit.agents import GROUP, MANIFEST, drive, finished, lease
@@ -114,7 +114,7 @@ def test_answers_of_something_else_name_the_address(path, call, monkeypatch):
             with pytest.raises(Unauthorized, match=rf"{server.url}{path}: status 403: .* see token_file"):
                 await call(engine)
 
-    monkeypatch.setattr(_dialect, "_ANSWER_BYTES", 100_000)
+    monkeypatch.setattr(_wire, "_ANSWER_BYTES", 100_000)
 
     asyncio.run(scenario())
 

@@ -19,9 +19,8 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal
 
-import aiohttp
 import msgspec
 import numpy as np
 from msgspec import Meta
@@ -29,25 +28,18 @@ from msgspec import Meta
 from runtime.comm.buckets import buckets, is_flat
 from runtime.errors import EngineLost, Unauthorized
 from runtime.rollout.base import Description
+from runtime.rollout.engines._wire import Wire, said
 from runtime.types import Completion, GroupAddress, Manifest, SamplingParams
 
-T = TypeVar("T")
-
-_APPLIED: Final[str] = "Weights were updated, but"
 _FLAT: Final[str] = "flattened_bucket"
 _DELTA: Final[str] = "sluice_delta"
 """A load format of the embedded engine's own."""
 _UNPUSHED: Final[str] = "default"
 """The version of weights that a server has from elsewhere."""
-_UNAUTHORIZED: Final = (401, 403)
 _BUSY: Final = (429, 503)
 _BUSY_S: Final[float] = 1.0
 """Between tries at a server with too much to do, such as one with a bound on its queue."""
 _PROBE_S: Final[float] = 5.0
-_IDLE_S: Final[float] = 1.0
-"""Longest that a connection is kept for another call."""
-_ANSWER_BYTES: Final = 1 << 29
-"""The most that is read of an answer: one of a million tokens has a tenth of it."""
 
 
 class _Span(msgspec.Struct, frozen=True):
@@ -114,9 +106,7 @@ class DialectClient:
     """An Engine over HTTP. Failures are an EngineLost that names the call, the address and the answer."""
 
     def __init__(self, *, url: str, token: str, timeout_s: float) -> None:
-        self._url, self._timeout_s = url, timeout_s
-        self._headers = {"Authorization": f"Bearer {token}"}
-        self._session: aiohttp.ClientSession | None = None
+        self._wire, self._timeout_s = Wire(url, token, timeout_s), timeout_s
         self._pause_mode = ""
         self._is_paused = False
         self._server = ServerInfo()
@@ -128,8 +118,8 @@ class DialectClient:
     # ---- the Engine protocol
 
     async def describe(self) -> Description:
-        model = self._read("GET", "/model_info", await self._call("GET", "/model_info"), _ModelInfo)
-        server = self._read("GET", "/server_info", await self._call("GET", "/server_info"), ServerInfo)
+        model = self._wire.read("GET", "/model_info", await self._wire.call("GET", "/model_info"), _ModelInfo)
+        server = self._wire.read("GET", "/server_info", await self._wire.call("GET", "/server_info"), ServerInfo)
         can = ["spans"] + (["seed"] if server.enable_deterministic_inference else [])
         can += ["digests"] if server.checks_pushed_tensors else []
         version = self._version(model.weight_version)
@@ -154,7 +144,7 @@ class DialectClient:
         answer = await self._generate(tokens, {"max_new_tokens": 0, "temperature": 0.0}, logprob_start_len=first)
         found = self._meta(answer).input_token_logprobs
         if len(found) != len(tokens) - first:  # their ids are no proof: the last of the vocabulary is reported as 0
-            raise self._error("POST", "/generate", f"{len(found)} tokens were scored, not {len(tokens) - first}")
+            raise self._wire.error("POST", "/generate", f"{len(found)} tokens were scored, not {len(tokens) - first}")
         scored = np.array([np.nan if logprob is None else logprob for logprob, _, _ in found], dtype=np.float32)
         if not start:
             scored[0] = 0.0
@@ -166,30 +156,30 @@ class DialectClient:
         end = now() + self._timeout_s
         while True:
             body["extra_key"] = self._prefixes
-            status, answer = await self._ask("POST", "/generate", body, self._timeout_s)
+            status, answer = await self._wire.ask("POST", "/generate", body)
             if status not in _BUSY or now() > end:
                 break
             await asyncio.sleep(_BUSY_S)
         if status == 400:  # too long a prompt, say: the engine is well, the request is not
             limit = self._server.context_length or len(tokens) + 1
-            why = f"fewer than its max_length of {limit} tokens are allowed" if len(tokens) >= limit else _text(answer)
+            why = f"fewer than its max_length of {limit} tokens are allowed" if len(tokens) >= limit else said(answer)
             raise ValueError(f"the engine refused {len(tokens)} tokens: {why}")
         if status != 200:
-            raise Unanswered(f"POST {self._url}/generate: status {status}: {_text(answer)}")
+            raise Unanswered(f"POST {self._wire.url}/generate: status {status}: {said(answer)}")
         return answer
 
     async def pause(self, mode: str) -> None:
-        await self._call("POST", "/pause_generation", {"mode": mode})
+        await self._wire.call("POST", "/pause_generation", {"mode": mode})
         self._pause_mode, self._is_paused = mode, True
 
     async def resume(self) -> None:
-        await self._call("POST", "/continue_generation", {})
+        await self._wire.call("POST", "/continue_generation", {})
         self._is_paused = False
 
     async def connect(self, address: GroupAddress, rank: int) -> None:
         if self._server.dp_size > 1 or self._server.pp_size > 1:
             others = "it has data- or pipeline-parallel ranks, which no weight group reaches"
-            raise self._error("GET", "/server_info", f"{others}: start it without, or write sync.channel: disk")
+            raise self._wire.error("GET", "/server_info", f"{others}: start it without, or write sync.channel: disk")
         body = {
             "master_address": address.host,
             "master_port": address.port,
@@ -198,16 +188,17 @@ class DialectClient:
             "group_name": address.name,
             "backend": address.backend,
         }
-        await self._call("POST", "/init_weights_update_group", body)
+        await self._wire.call("POST", "/init_weights_update_group", body)
 
     async def disconnect(self, group: str) -> None:
-        await self._call("POST", "/destroy_weights_update_group", {"group_name": group})
+        await self._wire.call("POST", "/destroy_weights_update_group", {"group_name": group})
 
     async def receive(self, manifest: Manifest, version: int, source: str) -> None:
         delta = {"base_version": self._stamp(manifest.base)} if manifest.kind == "delta" else {}
         if manifest.via == "folder":
-            body = {"model_path": source, "weight_version": self._stamp(version), "flush_cache": self._flushes, **delta}
-            await self._post("/update_weights_from_disk", body | {"load_format": _DELTA if delta else "safetensors"})
+            body = {"model_path": source, "weight_version": self._stamp(version), "flush_cache": self._flushes}
+            body |= {"load_format": _DELTA if delta else "safetensors", **delta}
+            await self._wire.post("/update_weights_from_disk", body)
         else:
             async with self._updating(source, delta):
                 await self._receive_buckets(manifest, version, source)
@@ -216,7 +207,7 @@ class DialectClient:
     @contextlib.asynccontextmanager
     async def _updating(self, group: str, begin: dict[str, str]) -> AsyncIterator[None]:
         """Begin and end around an update over a weight group, or "" without one."""
-        sessions = await self._post("/begin_weight_update", begin, missing_ok=True) is not None
+        sessions = await self._wire.post("/begin_weight_update", begin, missing_ok=True) is not None
         try:
             yield
         except EngineLost:
@@ -224,12 +215,12 @@ class DialectClient:
             # engine is still good for the next push.
             with contextlib.suppress(EngineLost):
                 if group:
-                    await self._post("/destroy_weights_update_group", {"group_name": group}, refused_ok=True)
+                    await self._wire.post("/destroy_weights_update_group", {"group_name": group}, refused_ok=True)
                 if sessions:
-                    await self._post("/end_weight_update", {}, refused_ok=True)
+                    await self._wire.post("/end_weight_update", {}, refused_ok=True)
             raise
         if sessions:
-            await self._call("POST", "/end_weight_update", {})
+            await self._wire.call("POST", "/end_weight_update", {})
 
     async def _receive_buckets(self, manifest: Manifest, version: int, group: str) -> None:
         for part in buckets(manifest):
@@ -242,32 +233,32 @@ class DialectClient:
                 "load_format": _DELTA if manifest.kind == "delta" else _FLAT if is_flat(manifest, part) else None,
                 "flush_cache": self._flushes and part.stop == len(manifest.names),
             }
-            await self._post("/update_weights_from_distributed", body)
+            await self._wire.post("/update_weights_from_distributed", body)
 
     async def take(self, handles: Sequence[str], version: int, *, is_first: bool, is_last: bool) -> None:
         if is_first:
-            await self._post("/begin_weight_update", {}, missing_ok=True)
+            await self._wire.post("/begin_weight_update", {}, missing_ok=True)
         body = {
             "serialized_named_tensors": handles,
             "load_format": _FLAT,
             "weight_version": self._stamp(version) if is_last else None,
             "flush_cache": is_last and self._flushes,
         }
-        await self._post("/update_weights_from_tensor", body)
+        await self._wire.post("/update_weights_from_tensor", body)
         if is_last:
-            await self._post("/end_weight_update", {}, missing_ok=True)
+            await self._wire.post("/end_weight_update", {}, missing_ok=True)
             self._prefixes = self._stamp(version)
 
     async def sleep(self) -> None:
-        await self._call("POST", "/release_memory_occupation", {})
+        await self._wire.call("POST", "/release_memory_occupation", {})
 
     async def wake(self, *, serve: bool) -> None:
         tags = ["kv_cache", "cuda_graph"] if serve else ["weights"]
-        await self._call("POST", "/resume_memory_occupation", {"tags": tags})
+        await self._wire.call("POST", "/resume_memory_occupation", {"tags": tags})
 
     async def checksums(self) -> dict[str, str]:
-        answer = await self._call("POST", "/weights_checker", {"action": "checksum"})
-        ranks = self._read("POST", "/weights_checker", answer, _Checked).ranks
+        answer = await self._wire.call("POST", "/weights_checker", {"action": "checksum"})
+        ranks = self._wire.read("POST", "/weights_checker", answer, _Checked).ranks
         of = [f" of rank {i}" if len(ranks) > 1 else "" for i in range(len(ranks))]
         return {name + o: digest for o, rank in zip(of, ranks, strict=True) for name, digest in rank.checksums.items()}
 
@@ -275,7 +266,7 @@ class DialectClient:
         # SGLang proves its health by generating a token, which it cannot do while it is paused.
         path = "/model_info" if self._is_paused else "/health"
         try:
-            await self._call("GET", path, limit_s=_PROBE_S)
+            await self._wire.call("GET", path, limit_s=_PROBE_S)
         except Unauthorized:  # it is there; the next call says what it wants
             return True
         except EngineLost:
@@ -285,11 +276,10 @@ class DialectClient:
     async def take_over(self) -> None:
         for path in ("/end_weight_update", "/continue_generation"):
             with contextlib.suppress(EngineLost):
-                await self._post(path, {})
+                await self._wire.post(path, {})
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+        await self._wire.close()
 
     # ---- inside
 
@@ -313,14 +303,7 @@ class DialectClient:
         return min(wanted, room) if room > 0 else wanted
 
     def _meta(self, answer: bytes) -> _Meta:
-        return self._read("POST", "/generate", answer, _Generated).meta_info
-
-    def _read(self, method: str, path: str, answer: bytes, kind: type[T]) -> T:
-        try:
-            return msgspec.json.decode(answer, type=kind)
-        except (msgspec.DecodeError, RecursionError) as e:
-            problem = f"answered what no engine of this kind does ({e}): {_text(answer)}"
-            raise self._error(method, path, problem) from e
+        return self._wire.read("POST", "/generate", answer, _Generated).meta_info
 
     def _spans(self, meta: _Meta) -> list[_Span]:
         spans = meta.weight_versions
@@ -334,67 +317,10 @@ class DialectClient:
         for span in spans:
             if self._prefixes and span.version != _UNPUSHED and self._version(span.version) < 0:
                 others = f"answered with weights that another run pushed to it, as version {span.version}"
-                raise self._error("POST", "/generate", f"{others}: give each run engines of its own")
+                raise self._wire.error("POST", "/generate", f"{others}: give each run engines of its own")
         return Completion(
             tokens=np.array([token for _, token, _ in meta.output_token_logprobs], dtype=np.int32),
             logprobs=np.array([logprob for logprob, _, _ in meta.output_token_logprobs], dtype=np.float32),
             versions=tuple((span.start, self._version(span.version)) for span in spans),
             finish=meta.finish_reason.type,
         )
-
-    async def _post(
-        self, path: str, body: dict[str, Any], *, missing_ok: bool = False, refused_ok: bool = False
-    ) -> bytes | None:
-        """Like `_call`; None where the server has no such endpoint, or refuses, and that is all right."""
-        status, answer = await self._ask("POST", path, body, self._timeout_s)
-        if status == 200 or (status == 400 and _APPLIED.encode() in answer):
-            return answer
-        if (missing_ok and status == 404) or (refused_ok and status == 400):
-            return None
-        raise self._error("POST", path, f"status {status}: {_text(answer)}")
-
-    async def _call(self, method: str, path: str, body: Any = None, *, limit_s: float | None = None) -> bytes:
-        status, answer = await self._ask(method, path, body, limit_s or self._timeout_s)
-        if status != 200:
-            raise self._error(method, path, f"status {status}: {_text(answer)}")
-        return answer
-
-    async def _ask(self, method: str, path: str, body: Any, limit_s: float) -> tuple[int, bytes]:
-        if self._session is None:
-            # How much runs at a time is the agent's to say; and a server may close what was idle for 5 s.
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S)
-            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
-        data = None if body is None else msgspec.json.encode(body)
-        headers = {"Content-Type": "application/json"}
-        timeout = aiohttp.ClientTimeout(total=limit_s)
-        try:
-            url = self._url + path
-            async with self._session.request(method, url, data=data, headers=headers, timeout=timeout) as response:
-                status, answer = response.status, await _body(response)
-        except TimeoutError:
-            raise self._error(method, path, f"no answer within {limit_s:g} s") from None
-        except aiohttp.ClientError as e:
-            raise self._error(method, path, f"{type(e).__name__}: {e}") from e
-        if status in _UNAUTHORIZED:
-            what = f"status {status}: it wants another bearer token than it was given, see token_file"
-            raise Unauthorized(str(self._error(method, path, what)))
-        return status, answer
-
-    def _error(self, method: str, path: str, reason: str) -> EngineLost:
-        return EngineLost(f"{method} {self._url}{path}: {reason}")
-
-
-async def _body(response: aiohttp.ClientResponse) -> bytes:
-    body = bytearray()
-    async for part in response.content.iter_any():
-        body += part
-        if len(body) > _ANSWER_BYTES:
-            raise aiohttp.ClientPayloadError(f"its answer has more than {_ANSWER_BYTES:,} bytes")
-    return bytes(body)
-
-
-def _text(answer: bytes) -> str:
-    """What it says, if it is an error of the dialect; else its beginning."""
-    with contextlib.suppress(msgspec.DecodeError, ValueError, RecursionError, LookupError, TypeError):
-        answer = str(msgspec.json.decode(answer)["error"]["message"]).encode()
-    return answer[:500].decode(errors="replace")

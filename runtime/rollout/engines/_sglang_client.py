@@ -86,8 +86,9 @@ class SGLangClient(DialectClient):
     async def _meet(self) -> None:
         """Wait until each rank is done with what it was told before: they begin an update of the draft model, which
         there seldom is, together."""
-        if self._num_ranks > 1 and await self._post("/begin_weight_update", {"selector": "draft"}, missing_ok=True):
-            await self._call("POST", "/end_weight_update", {})
+        draft = {"selector": "draft"}
+        if self._num_ranks > 1 and await self._wire.post("/begin_weight_update", draft, missing_ok=True):
+            await self._wire.call("POST", "/end_weight_update", {})
 
     async def _take(self, manifest: Manifest, version: int, source: str) -> None:
         try:
@@ -107,7 +108,7 @@ class SGLangClient(DialectClient):
             "weight_version": self._stamp(version),
             "flush_cache": self._flushes,
         }
-        await self._post("/update_weights_from_tensor", body)
+        await self._wire.post("/update_weights_from_tensor", body)
         return answer.read_text()
 
     # ---- requests that two engines answer
@@ -144,7 +145,7 @@ class SGLangClient(DialectClient):
         other = prefill.engine
         assert isinstance(other, SGLangClient)
         pauses, prefixes = self._num_pauses + other._num_pauses, self._prefixes
-        where = {"bootstrap_host": urlsplit(other._url).hostname, "bootstrap_room": secrets.randbits(62)}
+        where = {"bootstrap_host": urlsplit(other._wire.url).hostname, "bootstrap_room": secrets.randbits(62)}
         where["bootstrap_port"] = other._server.disaggregation_bootstrap_port
         prompt = asyncio.ensure_future(prefill.call(other._prompt(tokens, sampling, where)))
         rest = asyncio.ensure_future(super()._generate(tokens, sampling, **where))
@@ -183,7 +184,7 @@ class SGLangClient(DialectClient):
         """Compute this prompt for the decode engine that asks for it."""
         answer = await self._generate(tokens, sampling, **where)
         if self._meta(answer).finish_reason.type == "abort":
-            raise Unanswered(f"POST {self._url}/generate: aborted")
+            raise Unanswered(f"POST {self._wire.url}/generate: aborted")
 
 
 def _named_tensors(name: bytes) -> str:
