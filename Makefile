@@ -47,7 +47,7 @@ check: $(STAMP)  ## formatter, linter, types, structure and unit tests (2 minute
 	$(BIN)/python -m ruff format --check $(CODE)
 	$(BIN)/python -m ruff check $(CODE)
 	$(BIN)/python -m pyright
-	$(PYTEST) tests/architecture tests/tools tests/unit
+	OMP_NUM_THREADS=1 $(PYTEST) -n 2 tests/architecture tests/tools tests/unit
 
 learn: $(STAMP)  ## three seeds learn, the two controls do not
 	$(PYTEST) tests -m learn
